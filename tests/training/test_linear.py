@@ -8,7 +8,6 @@ import torch
 
 from reprieve.errors import SpecError
 from reprieve.heads.features import TokenStates
-from reprieve.training import linear
 from reprieve.training.features import LabelledTokens, folds_by_problem
 from reprieve.training.linear import train_state_arbiter
 from reprieve.training.settings import StateArbiterTraining
@@ -59,25 +58,6 @@ def test_the_penalty_is_chosen_by_held_out_log_loss():
     assert (head.training["worse"]["C"], head.training["better"]["C"]) == (1e-2, 1e-2)
     losses = [row["log_loss"] for row in head.training["better"]["grid"]]
     assert losses[1] < min(losses[0], losses[2]) and head.training["better"]["auc_held_out"][0] > 0.8
-
-
-def test_interrupted_training_resumes(tmp_path, monkeypatch):
-    settings = StateArbiterTraining(grid=(1.0, 1e-2, 1e-4))
-    whole = train_state_arbiter(tokens(), IDENTITY, "t", settings=settings)
-    calls = []
-
-    def cut_off(done, total):
-        calls.append(done)
-        if len(calls) == 4:  # the second side's first C is done
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train_state_arbiter(tokens(), IDENTITY, "t", settings=settings, folder=tmp_path, progress=cut_off)
-    tried, fit = [], linear.fit_linear
-    monkeypatch.setattr(linear, "fit_linear", lambda *given: tried.append(given[2]) or fit(*given))
-    made = train_state_arbiter(tokens(), IDENTITY, "t", settings=settings, folder=tmp_path)
-    assert set(tried) == {1e-2, 1e-4}, "the first C is not fitted again"
-    assert made.training == whole.training and torch.equal(made.tensors["weight"], whole.tensors["weight"])
 
 
 def test_folds_hold_whole_problems_and_each_has_cases():

@@ -110,13 +110,11 @@ class TrainHead(Command):
                 pair.identity,
                 manifest["task"],
                 settings=self.settings,
-                folder=out / _WORK,
                 progress=progress,
             )
         drafter = f"eagle3:{manifest['drafter_weights']}" if "drafter" in manifest else "draft"
         head = replace(head, prompt=manifest["prompt"], problems=_digests(problems), drafter=drafter)
         head.save_pretrained(out)
-        shutil.rmtree(out / _WORK, ignore_errors=True)
         screen.say("\n".join([*self.report(head), f"features: {recipe.name}"]))
         return head
 

@@ -6,11 +6,7 @@ AutoJudge's head (section 3.2, appendix B) is one regression, the state arbiter 
 from __future__ import annotations
 
 import warnings
-from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,7 +17,7 @@ from sklearn.metrics import log_loss
 from torch import Tensor
 
 from reprieve.errors import SpecError
-from reprieve.heads.binding import PairIdentity, digest
+from reprieve.heads.binding import PairIdentity
 from reprieve.heads.classifiers import NEUTRAL, JudgeHead, StateArbiter
 from reprieve.training.features import (
     LabelledTokens,
@@ -31,7 +27,7 @@ from reprieve.training.features import (
     split_by_problem,
     summarise_held_out,
 )
-from reprieve.training.loop import Learner, Progress, train
+from reprieve.training.loop import Progress
 from reprieve.training.settings import JudgeTraining, StateArbiterTraining
 
 MAX_ITER = 500
@@ -72,36 +68,37 @@ def train_judge(
     task: str,
     *,
     settings: JudgeTraining | None = None,
-    folder: Path | None = None,
     progress: Progress = lambda done, total: None,
 ) -> JudgeHead:
     """Train the head with the C that ranks held-out problems best.
 
     The recommended threshold catches 90% of the held-out important tokens.
 
-    Args:
-        folder: for the checkpoint from which an interrupted run resumes; None writes no checkpoint.
-
     Raises:
         SpecError: labels of one kind only.
-        ReprieveError: a checkpoint of another recipe.
     """
     settings = settings or JudgeTraining()
-    held = split_by_problem(tokens.problem_ids, tokens.important, held_out=settings.held_out, seed=settings.seed)
-    learner = _JudgeLearner(tokens.features(settings.recipe), tokens.important, held, settings)
-    train(learner, folder, progress=progress)
-    best = learner.best
+    features, labels = tokens.features(settings.recipe), tokens.important
+    held = split_by_problem(tokens.problem_ids, labels, held_out=settings.held_out, seed=settings.seed)
+    fits, scores, grid = [], [], []  # one per C
+    for number, c in enumerate(settings.grid, start=1):
+        fits.append(fit_linear(features[~held], labels[~held], c))
+        scores.append(fits[-1].scores(features))
+        held_out, left = (auc(labels[side], scores[-1][side]) for side in (held, ~held))
+        grid.append({"C": c, "auc_held_out": held_out, "auc_train": left})
+        progress(number, len(settings.grid))
+    best = int(np.argmax([row["auc_held_out"] for row in grid]))
     threshold, summary = summarise_held_out(
-        tokens, held, learner.scores[best][held], held_out=settings.held_out, seed=settings.seed
+        tokens, held, scores[best][held], held_out=settings.held_out, seed=settings.seed
     )
-    weight, bias = learner.fits[best].tensors()
+    weight, bias = fits[best].tensors()
     return JudgeHead(
         tensors={"weight": weight, "bias": bias},
         recipe=settings.recipe,
         pair=pair,
         task=task,
         threshold=threshold,
-        training={**summary, "C": settings.grid[best], "grid": learner.grid_log},
+        training={**summary, "C": settings.grid[best], "grid": grid},
     )
 
 
@@ -111,7 +108,6 @@ def train_state_arbiter(
     task: str,
     *,
     settings: StateArbiterTraining | None = None,
-    folder: Path | None = None,
     progress: Progress = lambda done, total: None,
 ) -> StateArbiter:
     """Train both heads, each with the C of lowest log loss on left-out problems; recommend threshold 0.5.
@@ -119,12 +115,8 @@ def train_state_arbiter(
     The two probabilities are compared with each other, so they must be calibrated, not only well ranked. The draft's
     side is better so rarely that a single held-out set has too few cases, so C is chosen by cross-validation.
 
-    Args:
-        folder: for checkpoints from which an interrupted run resumes; None writes no checkpoints.
-
     Raises:
         SpecError: labels without the utilities of both sides, or of one kind only.
-        ReprieveError: a checkpoint of another recipe.
     """
     settings = settings or StateArbiterTraining()
     if np.isnan(tokens.gains).any():
@@ -134,15 +126,19 @@ def train_state_arbiter(
     for name, labels in (("worse", tokens.gains < 0), ("better", tokens.gains > 0)):
         num_folds = round(1 / settings.held_out)
         folds = folds_by_problem(tokens.problem_ids, labels, num_folds=num_folds, seed=settings.seed)
-        learner = _SideLearner(features, labels, folds, settings)
-        train(learner, None if folder is None else folder / name, progress=progress)
-        fits.append(learner.fits[learner.best])
+        scores, grid = [], []  # one per C
+        for number, c in enumerate(settings.grid, start=1):
+            scores.append(_left_out_scores(features, labels, folds, c))
+            grid.append({"C": c, "log_loss": float(log_loss(labels, scores[-1])), "auc": auc(labels, scores[-1])})
+            progress(number, len(settings.grid))
+        best = int(np.argmin([row["log_loss"] for row in grid]))
+        fits.append(fit_linear(features, labels, settings.grid[best]))
         summary[name] = {
             "num": int(labels.sum()),
             "num_folds": len(np.unique(folds)),
-            "auc_held_out": auc_interval(labels, learner.scores[learner.best], tokens.problem_ids),
-            "C": settings.grid[learner.best],
-            "grid": learner.grid_log,
+            "auc_held_out": auc_interval(labels, scores[best], tokens.problem_ids),
+            "C": settings.grid[best],
+            "grid": grid,
         }
     weights, biases = zip(*(fit.tensors() for fit in fits), strict=True)
     return StateArbiter(
@@ -161,98 +157,15 @@ def train_state_arbiter(
     )
 
 
-class _GridLearner(Learner):
-    """Learner that tries one C of the grid per update.
-
-    Args:
-        features: [n, F].
-        labels: [n], bool.
-        parts: [n]: the part of the data that each token is in, which decides the fits that it takes part in.
-    """
-
-    def __init__(self, features: np.ndarray, labels: np.ndarray, parts: np.ndarray, settings: JudgeTraining) -> None:
-        self.features = features
-        self.labels = labels
-        self.parts = parts
-        self.settings = settings
-        self.fits: list[LinearFit] = []  # one per C
-        self.scores: list[np.ndarray] = []  # one per C: [n] probabilities
-
-    @abstractmethod
-    def fitted(self, c: float) -> tuple[LinearFit, np.ndarray]:
-        """Return the fit with one C, and the probabilities that measure it."""
-
-    @abstractmethod
-    def measured(self, number: int) -> dict[str, float]:
-        """Return the measures of the fit with the C of this number."""
-
-    @property
-    @abstractmethod
-    def best(self) -> int:
-        """Number of the best C."""
-
-    @property
-    def grid_log(self) -> list[dict[str, float]]:
-        """Measures of every fit."""
-        return [self.measured(number) for number in range(len(self.fits))]
-
-    @property
-    def num_updates(self) -> int:
-        return len(self.settings.grid)
-
-    @cached_property
-    def recipe(self) -> str:
-        return repr((self.settings, digest(self.features.tobytes() + self.labels.tobytes() + self.parts.tobytes())))
-
-    def one_update(self, update: int) -> dict[str, float]:
-        fit, scores = self.fitted(self.settings.grid[update])
-        self.fits.append(fit)
-        self.scores.append(scores)
-        return self.measured(update)
-
-    def state(self) -> dict[str, Tensor]:
-        return {
-            "fits": torch.tensor(np.array([[*fit.weight, fit.bias] for fit in self.fits])),
-            "scores": torch.tensor(np.array(self.scores)),
-        }
-
-    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        self.fits += [LinearFit(row[:-1], float(row[-1])) for row in tensors["fits"].numpy()]
-        self.scores += list(tensors["scores"].numpy())
-
-
-class _JudgeLearner(_GridLearner):
-    """Learner that fits the training problems; the held-out ones are those of part True."""
-
-    def fitted(self, c: float) -> tuple[LinearFit, np.ndarray]:
-        fit = fit_linear(self.features[~self.parts], self.labels[~self.parts], c)
-        return fit, fit.scores(self.features)
-
-    def measured(self, number: int) -> dict[str, float]:
-        held, left = (auc(self.labels[side], self.scores[number][side]) for side in (self.parts, ~self.parts))
-        return {"C": self.settings.grid[number], "auc_held_out": held, "auc_train": left}
-
-    @property
-    def best(self) -> int:
-        """Number of the C that ranks held-out problems best."""
-        return int(np.argmax([np.nan_to_num(row["auc_held_out"]) for row in self.grid_log]))
-
-
-class _SideLearner(_GridLearner):
-    """Learner that fits without each fold, to score that fold, and then on all tokens."""
-
-    def fitted(self, c: float) -> tuple[LinearFit, np.ndarray]:
-        scores = np.empty(len(self.labels))
-        for fold in np.unique(self.parts):
-            inside = self.parts == fold
-            scores[inside] = fit_linear(self.features[~inside], self.labels[~inside], c).scores(self.features[inside])
-        return fit_linear(self.features, self.labels, c), scores
-
-    def measured(self, number: int) -> dict[str, float]:
-        loss, scores = float(log_loss(self.labels, self.scores[number])), self.scores[number]
-        return {"C": self.settings.grid[number], "log_loss": loss, "auc": auc(self.labels, scores)}
-
-    @property
-    def best(self) -> int:
-        """Number of the C with the lowest log loss."""
-        return int(np.argmin([row["log_loss"] for row in self.grid_log]))
+def _left_out_scores(
+    features: np.ndarray,  # [n, F]
+    labels: np.ndarray,  # [n], bool
+    folds: np.ndarray,  # [n]
+    c: float,
+) -> np.ndarray:  # [n]
+    """Return the probability of every token, from a fit without the token's fold."""
+    scores = np.empty(len(labels))
+    for fold in np.unique(folds):
+        inside = folds == fold
+        scores[inside] = fit_linear(features[~inside], labels[~inside], c).scores(features[inside])
+    return scores

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from reprieve.heads.binding import PairIdentity, digest
+from reprieve.heads.binding import PairIdentity
 from reprieve.heads.classifiers import PivotHead, pivot_logits
 from reprieve.training.features import LabelledTokens, split_by_problem, summarise_held_out
-from reprieve.training.loop import NetworkLearner, Progress, train
+from reprieve.training.loop import Progress
 from reprieve.training.settings import PivotTraining
 
 
@@ -25,33 +22,30 @@ def train_pivot(
     task: str,
     *,
     settings: PivotTraining | None = None,
-    folder: Path | None = None,
     progress: Progress = lambda done, total: None,
 ) -> PivotHead:
     """Train the head with the smallest validation loss; its recommended threshold catches 90% of the held-out pivots.
 
-    Args:
-        folder: for the checkpoint from which an interrupted run resumes; None writes no checkpoint.
-
     Raises:
         SpecError: labels of one kind only.
-        ReprieveError: a checkpoint of another recipe.
     """
     settings = settings or PivotTraining()
-    learner = _Learner(tokens, settings)
-    train(learner, folder, progress=progress)
-    tensors = {**learner.best, **learner.standard}
+    fit = _Fit(tokens, settings)
+    for epoch in range(settings.num_epochs):
+        fit.one_epoch(epoch)
+        progress(epoch + 1, settings.num_epochs)
+        if fit.finished():
+            break
+    tensors = {**fit.best, **fit.standard}
     head = PivotHead(tensors=tensors, recipe=settings.recipe, pair=pair, task=task, threshold=0.5)
-    scores = head.probability(learner.features[torch.tensor(learner.held)]).numpy().astype(np.float64)
-    threshold, summary = summarise_held_out(
-        tokens, learner.held, scores, held_out=settings.held_out, seed=settings.seed
-    )
-    training = {**summary, "settings": dataclasses.asdict(settings), "losses": learner.losses}
+    scores = head.probability(fit.features[torch.tensor(fit.held)]).numpy().astype(np.float64)
+    threshold, summary = summarise_held_out(tokens, fit.held, scores, held_out=settings.held_out, seed=settings.seed)
+    training = {**summary, "settings": dataclasses.asdict(settings), "losses": fit.losses}
     return dataclasses.replace(head, threshold=threshold, training=training)
 
 
-class _Learner(NetworkLearner):
-    """Learner whose updates are epochs."""
+class _Fit:
+    """Network in training, and its weights of lowest validation loss."""
 
     def __init__(self, tokens: LabelledTokens, settings: PivotTraining) -> None:
         self.settings = settings
@@ -86,20 +80,13 @@ class _Learner(NetworkLearner):
     def _weights(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
 
-    @property
-    def num_updates(self) -> int:
-        return self.settings.num_epochs
-
-    @cached_property
-    def recipe(self) -> str:
-        return repr((self.settings, digest(self.features.numpy().tobytes() + self.labels.numpy().tobytes())))
-
-    def one_update(self, update: int) -> dict[str, float]:
+    def one_epoch(self, epoch: int) -> None:
+        """Train on every batch and measure the validation loss."""
         settings, mean, scale = self.settings, self.standard["mean"], self.standard["scale"]
         rows = torch.tensor(~self.held).nonzero().squeeze(-1)
         losses = []
         with torch.random.fork_rng():
-            torch.manual_seed(settings.seed * 1_000_003 + update)
+            torch.manual_seed(settings.seed * 1_000_003 + epoch)
             for batch in rows[torch.randperm(len(rows))].split(settings.batch_size):
                 inputs = nn.functional.dropout((self.features[batch] - mean) / scale, settings.dropout) * scale + mean
                 loss = self._loss(inputs, batch)
@@ -113,7 +100,6 @@ class _Learner(NetworkLearner):
         if not self.losses or held_loss < min(loss for _, loss in self.losses):
             self.best = self._weights()
         self.losses.append([float(np.mean(losses)), held_loss])
-        return {"loss": self.losses[-1][0], "held_out_loss": held_loss}
 
     def _loss(self, inputs: Tensor, rows: Tensor) -> Tensor:
         named = dict(self.model.named_parameters())
@@ -122,15 +108,6 @@ class _Learner(NetworkLearner):
         )
 
     def finished(self) -> bool:
+        """Return True if the validation loss has not fallen for `patience` epochs."""
         held = [loss for _, loss in self.losses]
-        return len(held) - 1 - held.index(min(held)) >= self.settings.patience if held else False
-
-    def state(self) -> dict[str, Tensor]:
-        best = {f"best.{name}": tensor for name, tensor in self.best.items()}
-        losses = torch.tensor(self.losses, dtype=torch.float64)
-        return {**super().state(), **best, "losses": losses}
-
-    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        super().load_state(tensors)
-        self.losses = tensors["losses"].tolist()
-        self.best = {name: tensors[f"best.{name}"] for name in self.best}
+        return len(held) - 1 - held.index(min(held)) >= self.settings.patience
