@@ -171,7 +171,6 @@ def test_reinforcement_repeats_and_resumes_exactly(pair, tmp_path):
     assert all(line["divergence"] >= 0 and line["entropy"] > 0 for line in training)
     assert training[-1]["divergence"] > training[0]["divergence"], "it moved away from where it began"
     assert whole.training["stage"] == "rl" and whole.training["settings"]["group_size"] == 4
-    assert list((tmp_path / "whole").glob("events/*")), "TensorBoard has them too"
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import signal
@@ -112,7 +111,7 @@ def train(
     Ctrl-C stops training after the current update and saves a checkpoint.
 
     Args:
-        folder: for `checkpoint.safetensors`, `metrics.jsonl` and, with TensorBoard, `events/`; None writes nothing.
+        folder: for `checkpoint.safetensors` and `metrics.jsonl`; None writes nothing.
 
     Returns:
         Seconds spent on updates, including those before an interruption.
@@ -132,31 +131,28 @@ def train(
             _save(learner, path, update, seconds)
             saved = time.perf_counter()
 
-    try:
-        with _deferred_interrupt() as interrupted:
-            if update == 0 and learner.validates_after(0):
-                log.log(0, "validation", learner.validate(0, seconds))
-            while update < learner.num_updates and not learner.finished():
-                started = time.perf_counter()
-                numbers = learner.one_update(update)
-                update += 1
-                seconds += time.perf_counter() - started
-                log.log(update, "train", numbers)
-                if learner.validates_after(update):
-                    log.log(update, "validation", learner.validate(update, seconds))
-                # Save after the validation: resuming from an earlier checkpoint would skip it.
-                if interrupted() or learner.validates_after(update) or time.perf_counter() - saved > checkpoint_seconds:
-                    save()
-                try:
-                    progress(update, learner.num_updates)
-                except BaseException:  # between two updates, so the state is consistent
-                    save()
-                    raise
-                if interrupted():
-                    raise KeyboardInterrupt
-        save()
-    finally:
-        log.close()
+    with _deferred_interrupt() as interrupted:
+        if update == 0 and learner.validates_after(0):
+            log.log(0, "validation", learner.validate(0, seconds))
+        while update < learner.num_updates and not learner.finished():
+            started = time.perf_counter()
+            numbers = learner.one_update(update)
+            update += 1
+            seconds += time.perf_counter() - started
+            log.log(update, "train", numbers)
+            if learner.validates_after(update):
+                log.log(update, "validation", learner.validate(update, seconds))
+            # Save after the validation: resuming from an earlier checkpoint would skip it.
+            if interrupted() or learner.validates_after(update) or time.perf_counter() - saved > checkpoint_seconds:
+                save()
+            try:
+                progress(update, learner.num_updates)
+            except BaseException:  # between two updates, so the state is consistent
+                save()
+                raise
+            if interrupted():
+                raise KeyboardInterrupt
+    save()
     return seconds
 
 
@@ -169,7 +165,7 @@ def learning_rate_at(update: int, *, peak: float, num_warmup: int, num_updates: 
 
 
 class RunLog:
-    """Scalars by step in `metrics.jsonl` and, if TensorBoard is installed, in `events/`.
+    """Scalars by step in `metrics.jsonl`.
 
     Args:
         folder: of the run; None logs nothing.
@@ -178,32 +174,18 @@ class RunLog:
 
     def __init__(self, folder: Path | None, *, first_step: int = 0) -> None:
         self.path = None if folder is None else folder / "metrics.jsonl"
-        self._writer: Any = None
-        if folder is None or self.path is None:
+        if self.path is None:
             return
         try:
             kept = [line for line in whole_lines(self.path, repair=True) if parse_json(line)["step"] < first_step]
         except (ValueError, KeyError, TypeError):
             raise ReprieveError(f"{str(self.path)!r} is damaged: move it away to continue without it") from None
         replace_file(self.path, "".join(f"{line}\n" for line in kept))
-        if importlib.util.find_spec("tensorboard") is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(folder / "events"), purge_step=first_step)
 
     def log(self, step: int, kind: str, values: Mapping[str, float]) -> None:
         """Log one step's numbers; `kind` names their origin (`train`, `validation`)."""
-        if self.path is None:
-            return
-        append_line(self.path, {"step": step, "kind": kind, **values})
-        if self._writer is not None:
-            for name, value in values.items():
-                self._writer.add_scalar(f"{kind}/{name}", value, step)
-
-    def close(self) -> None:
-        """Flush TensorBoard's events."""
-        if self._writer is not None:
-            self._writer.close()
+        if self.path is not None:
+            append_line(self.path, {"step": step, "kind": kind, **values})
 
 
 def _save(learner: Learner, path: Path, update: int, seconds: float) -> None:
