@@ -15,15 +15,12 @@ import zlib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from reprieve.errors import ReprieveError
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 Record = TypeVar("Record")
 _LARGEST = 1 << 30  # bytes
@@ -220,38 +217,24 @@ def _require(name: str, value: Any, kind: type) -> None:
         raise ValueError(f"{name} must be of type {kind.__name__}, got {value!r:.80}")
 
 
-class FolderLock:
-    """Lock on a folder, held until this object is garbage-collected or the process ends.
+def lock_folder(folder: Path) -> FileLock:
+    """Lock a folder for this process. The lock is released when it is garbage-collected or the process ends.
+
+    A process may lock the same folder several times.
 
     Raises:
-        ReprieveError: another process holds the folder, or its `.lock` cannot be written or is no plain file.
+        ReprieveError: another process holds the folder, or its `.lock` cannot be written.
     """
+    from filelock import FileLock, Timeout
 
-    _held: ClassVar[WeakValueDictionary[Path, FolderLock]] = WeakValueDictionary()
-
-    def __init__(self, folder: Path) -> None:
-        path = folder / ".lock"
-        if path.exists() and not path.is_file():  # opening a pipe would wait for its other end
-            raise ReprieveError(f"{str(path)!r} cannot be written: it is no plain file; remove it")
-        try:
-            self._file = path.open("wb")
-        except OSError as error:
-            raise ReprieveError(f"{str(path)!r} cannot be written: {error.strerror}; nothing was changed") from None
-        if fcntl is None:  # no such locks on this system
-            return
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ReprieveError(
-                f"--out {str(folder)!r} is in use by another run: wait for it, or name another folder"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
-
-    @classmethod
-    def of(cls, folder: Path) -> FolderLock:
-        """Return the lock of a folder; a lock that this process already holds is reused."""
-        key = folder.resolve()
-        lock = cls._held.get(key) or cls(folder)
-        cls._held[key] = lock
-        return lock
+    path = folder / ".lock"
+    lock = FileLock(path, is_singleton=True, thread_local=False)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ReprieveError(
+            f"--out {str(folder)!r} is in use by another run: wait for it, or name another folder"
+        ) from None
+    except OSError as error:
+        raise ReprieveError(f"{str(path)!r} cannot be written: {error.strerror}; nothing was changed") from None
+    return lock

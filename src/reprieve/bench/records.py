@@ -6,11 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reprieve.errors import ReprieveError
-from reprieve.files import FolderLock, append_line, read_json, read_lines, record_from, replace_file
+from reprieve.files import append_line, lock_folder, read_json, read_lines, record_from, replace_file
 from reprieve.types import PARTS
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 _ANSWERS = "problems.jsonl"
 COUNTS = ("num_tokens", "num_rounds", "num_drafted", "num_pruned", "num_accepted", "num_rescued")
@@ -73,7 +76,7 @@ class ProblemRecord(Reply):
 class RecordFile:
     """`problems.jsonl`: append-only. A line cut off by a kill is dropped when the file is opened again."""
 
-    def __init__(self, path: Path, lock: FolderLock | None = None) -> None:
+    def __init__(self, path: Path, lock: FileLock | None = None) -> None:
         self.path = path
         self._lock = lock  # held as long as this is
         self.records = self._read()
@@ -138,7 +141,7 @@ def claim_run(folder: Path, configuration: Mapping[str, Any], *, extendable: tup
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ReprieveError(f"--out {str(folder)!r} cannot be made: {error.strerror}") from None
-    lock = FolderLock.of(folder)
+    lock = lock_folder(folder)
     path, answers = folder / "run.json", folder / _ANSWERS
     if (folder / f"{_ANSWERS}.gz").exists():
         raise ReprieveError(

@@ -13,12 +13,15 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reprieve.errors import ReprieveError
-from reprieve.files import FolderLock, append_line, read_json, read_lines, record_from, replace_file, sweep
+from reprieve.files import append_line, lock_folder, read_json, read_lines, record_from, replace_file, sweep
 from reprieve.heads.binding import PairIdentity
 from reprieve.tasks.answers import ANSWERS_VERSION
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 MINED = "mined"
 NO_ANSWER = "no_answer"  # the target's own response has no answer to compare with
@@ -100,7 +103,7 @@ class LabelStore:
 
     def __init__(self, folder: Path, manifest: Mapping[str, Any] | None = None) -> None:
         self.folder = folder
-        self._lock: FolderLock | None = None
+        self._lock: FileLock | None = None
         path = folder / _MANIFEST
         if manifest is None:
             if not path.exists():
@@ -120,7 +123,7 @@ class LabelStore:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ReprieveError(f"label store {str(folder)!r} cannot be created: {error.strerror}") from None
-        self._lock = FolderLock.of(folder)
+        self._lock = lock_folder(folder)
         sweep(folder)
         if path.exists():
             self._require_same(_read_manifest(path))
