@@ -7,13 +7,13 @@ No module with settings imports torch, so that `--help` answers at once. Setting
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral
-from typing import Any, Self
+from typing import Any
 
 from reprieve.bundles import BUNDLES, DEFAULT, Bundle
-from reprieve.errors import SpecError, did_you_mean, require_choice, require_range, require_whole
+from reprieve.errors import SpecError, require_choice, require_range, require_whole
 
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1000  # texts that end an answer, and their characters
 MAX_PROBLEMS = 10_000_000  # of a run
@@ -21,7 +21,6 @@ MAX_SEED = 2**63 - 1
 _MOST_TOKENS = 2**31 - 1
 MAX_DRAFT_TOKENS = 512  # of a round
 AUTO = "auto"
-_ELSEWHERE = {"max_tokens": "max_new_tokens", "logprobs": "num_logprobs"}  # names that vLLM and OpenAI have
 _NAMED = f"{AUTO}:path="
 NumDraftTokens = int | str  # K, `auto` (adaptive), or `auto:path=FOLDER`
 BUNDLED_PAIR, BUNDLED_TASK = DEFAULT.name, DEFAULT.task
@@ -207,10 +206,6 @@ class SamplingParams(SamplingSettings):
     num_logprobs: int | None = None
     truncation: Any = None
 
-    def __new__(cls, *_: Any, **fields: Any) -> Self:
-        cls._require_known(fields)
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.stop, str):
@@ -229,28 +224,6 @@ class SamplingParams(SamplingSettings):
             raise SpecError(
                 f"truncation takes a rule that judges by the target's distribution alone, got {self.truncation.name}"
             )
-
-    def with_fields(self, **fields: Any) -> SamplingParams:
-        """Return a copy with some fields replaced.
-
-        Raises:
-            SpecError: an unknown field (the message suggests a similar one), or a value out of range.
-        """
-        self._require_known(fields)
-        return dataclasses.replace(self, **fields) if fields else self
-
-    @classmethod
-    def _require_known(cls, names: Iterable[str]) -> None:
-        """Refuse names that are no sampling parameters.
-
-        Raises:
-            SpecError: names the first, and the one that may have been meant.
-        """
-        known = {field.name for field in dataclasses.fields(cls)}
-        for name in names:
-            if name not in known:
-                guess = f"; did you mean {_ELSEWHERE[name]}?" if name in _ELSEWHERE else did_you_mean(name, known)
-                raise SpecError(f"no sampling parameter {name!r}{guess}")
 
     def for_problem(self, number: int, trial: int = 0) -> SamplingParams:
         """Return a copy with a separate seed for the `number`th problem of a task and one trial of it."""

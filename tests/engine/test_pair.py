@@ -150,7 +150,7 @@ def test_sampling_can_be_given_by_name(bundled_pair):
     made = decoder.generate("Question: 1 + 1?\nAnswer:", max_new_tokens=3)
     assert len(made.tokens) == 3 and repr(made).startswith("Generation(")
     for call in (lambda: decoder.generate("x", max_tokens=3), lambda: reprieve.SamplingParams(max_tokens=3)):
-        with pytest.raises(SpecError, match="no sampling parameter 'max_tokens'; did you mean max_new_tokens"):
+        with pytest.raises(TypeError, match=r"SamplingParams.* unexpected keyword argument 'max_tokens'"):
             call()
     assert repr(decoder).startswith("SpeculativeDecoder('lossless', target=") and repr(decoder).endswith("K = 4)")
     assert repr(bundled_pair) == (

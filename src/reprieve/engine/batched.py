@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -191,7 +191,7 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
         for one in self._models:
             one.cache.reserve(longest + self.num_draft_tokens)
         for row, request in admitted:
-            params = self.sampler.params.with_fields(max_new_tokens=request.max_new_tokens)
+            params = replace(self.sampler.params, max_new_tokens=request.max_new_tokens)
             answer = Answer(self.tokenizer, request.prompt_ids, params, self._eos_ids)
             self._rows[row] = _Slot(request, list(request.prompt_ids), answer, RiskBudget.of(request.rule))
 

@@ -197,11 +197,12 @@ class SpeculativeDecoder:
         Raises:
             ContextOverflowError: prompt and `max_new_tokens` exceed a model's positions.
             SpecError: an empty prompt, a chat that the tokenizer has no template for, or a dial out of range.
+            TypeError: `sampling` names no field of `SamplingParams`.
         """
         started = time.perf_counter()
         if not isinstance(params, SamplingParams | None):
             raise SpecError(f"params must be SamplingParams, got {params!r}")
-        params = (params or SamplingParams()).with_fields(**sampling)
+        params = dataclasses.replace(params or SamplingParams(), **sampling)
         if (prompt is None) == (messages is None):
             raise SpecError("generate takes either a prompt or messages=")
         if prompt is None:
