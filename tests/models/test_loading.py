@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import BambaConfig, BambaForCausalLM
 
 from reprieve.engine import load_pair
-from reprieve.errors import ReprieveError, SpecError, UnsupportedModelError
-from reprieve.models.loading import _why, require_device
+from reprieve.errors import ReprieveError, UnsupportedModelError
+from reprieve.models.loading import _why
 from tests.kit.chats import byte_tokenizer, save_chat_pair
 
 
@@ -141,10 +141,3 @@ def test_a_hybrid_model_is_refused_by_name(tmp_path):
         pair = load_pair(tmp_path, draft)
         with pytest.raises(UnsupportedModelError, match="bamba has layers of kind linear_attention"):
             pair.decoder(rule)
-
-
-def test_cuda_is_refused_if_pytorch_finds_no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
-    with pytest.raises(SpecError, match=r"device must be cpu here, got .cuda.: PyTorch .* finds no GPU"):
-        require_device("cuda")

@@ -62,8 +62,8 @@ class ModelPair:
     ) -> Self:
         """Load the models of `reprieve.load_pair`, with its parameters and errors."""
         require_choice("dtype", dtype, tuple(DTYPES))
-        require_device(device)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        require_device(device)
         if dtype == INT8:
             require_int8(device)
             if device_map is not None:
@@ -192,27 +192,17 @@ def fingerprint_of(tensors: Iterable[torch.Tensor]) -> str:
     return digest(bytes(content))
 
 
-def require_device(name: str | None) -> None:
-    """Refuse a device that this machine does not have; None selects the default device.
+def require_device(name: str) -> None:
+    """Refuse a device that PyTorch cannot use here, before a model is loaded.
 
     Raises:
-        SpecError: names it, and the available devices.
+        SpecError: names it, with PyTorch's reason.
     """
-    if name is None:
-        return
-    num = torch.accelerator.device_count()
-    found = torch.accelerator.current_accelerator() if num else None  # PyTorch for CUDA may run without a GPU
-    usual = "cpu" if found is None else f"cpu, {found.type}" + (f" or {found.type}:0 to {num - 1}" if num > 1 else "")
     try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise SpecError(f"device must be one of {usual}, got {name!r}: no such kind of device") from None
-    if device.type == "cpu" or (found is not None and device.type == found.type and (device.index or 0) < num):
-        return
-    seen = "no GPU" if found is None else f"{num} {found.type} device{'s' * (num > 1)}"
-    raise SpecError(
-        f"device must be {usual} here, got {name!r}: PyTorch {torch.__version__} finds {seen} on this machine"
-    )
+        torch.zeros(1, device=name).item()
+    except Exception as error:  # each kind of device has its own
+        reason = str(error).partition("\n")[0]
+        raise SpecError(f"device {name!r} cannot be used with PyTorch {torch.__version__}: {reason}") from None
 
 
 def require_same_tokenizer(target: Any, draft: Any, target_name: str, draft_name: str) -> None:
