@@ -73,15 +73,3 @@ def test_a_token_that_only_the_target_has_is_refused_by_name():
     decoder = Pair(wide, narrow, NumberTokenizer(48), "wide", "narrow").decoder("lossless", num_draft_tokens=2)
     with pytest.raises(SpecError, match=r"a token id of the prompt must be in \[0, 47\], got 60"):
         decoder.generate([1, 60])
-
-
-def test_a_draft_may_be_passed_as_assistant_model(pair, prompt):
-    config = GenerationConfig(max_new_tokens=8, do_sample=False)
-    made = [
-        custom_generate(pair.target, prompt, generation_config=config, num_draft_tokens=4, **draft)
-        for draft in ({"draft_model": pair.draft}, {"assistant_model": pair.draft})
-    ]
-    assert torch.equal(*made)
-    other = {"draft_model": pair.draft, "assistant_model": pair.target}
-    with pytest.raises(SpecError, match="name two different drafts"):
-        custom_generate(pair.target, prompt, generation_config=config, **other)

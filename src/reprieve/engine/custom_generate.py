@@ -57,7 +57,6 @@ def custom_generate(
     input_ids: Tensor,  # [1, prompt length]
     *,
     draft_model: PreTrainedModel | None = None,
-    assistant_model: PreTrainedModel | None = None,
     rule: str | Rule = "lossless",
     num_draft_tokens: NumDraftTokens = AUTO,
     generation_config: GenerationConfig | None = None,
@@ -73,9 +72,8 @@ def custom_generate(
     taken from the generation configuration. Without a `draft_model`, n-grams of the text itself are proposed.
 
     Args:
-        draft_model: proposes tokens; must share the target's tokenizer.
-        assistant_model: transformers' name for `draft_model`. Works in direct calls and with a `custom_generate`
-            folder; `generate` does not pass it to a `custom_generate` callable: use `draft_model` there.
+        draft_model: proposes tokens; must share the target's tokenizer. transformers does not pass on its
+            `assistant_model` argument.
         text_tokenizer: required for stop strings, for rules that read tokens' text, and for trained heads; transformers
             does not pass on its `tokenizer` argument.
         on_token: called with each token and the text that became final with it; transformers does not pass a `streamer`
@@ -85,14 +83,11 @@ def custom_generate(
         seed: of the sampling; drawn from torch's global generator when None.
 
     Raises:
-        SpecError: more than one prompt, two different drafts, a generation setting the engine does not have, or a rule
+        SpecError: more than one prompt, a generation setting the engine does not have, or a rule
             that cannot be read.
         PairError: the draft's vocabulary differs from the target's, or the rule's head was made for other models.
         ContextOverflowError: prompt and new tokens exceed the model's positions.
     """
-    if draft_model is not None and assistant_model is not None and draft_model is not assistant_model:
-        raise SpecError("draft_model and assistant_model name two different drafts: pass one of them")
-    draft_model = assistant_model if draft_model is None else draft_model
     config = generation_config or model.generation_config
     parsed = parse_rule(rule) if isinstance(rule, str) else rule
     _refuse_unsupported(input_ids, config, extra)
