@@ -78,7 +78,7 @@ def test_our_forward_equals_the_speculators_models(pair):
 
 def test_a_head_for_another_target_is_refused(pair, tmp_path):
     other = tiny_model()
-    with pytest.raises(PairError, match=r"does not fit this target \(.* size mismatch for fc.weight"):
+    with pytest.raises(PairError, match="must have shape"):
         load_eagle3(BUNDLED, other)
     with pytest.raises(ReprieveError, match="neither a folder nor a hub id"):
         load_eagle3("./nowhere", other)
@@ -106,7 +106,7 @@ def broken(tmp_path, change, name):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda config, tensors: tensors.pop("fc.weight"), 'Missing key.* "fc.weight"'),
+        (lambda config, tensors: tensors.pop("fc.weight"), "lacks fc.weight"),
         (lambda config, tensors: tensors.update(d2t=tensors["d2t"] + 900), "d2t names tokens"),
         (lambda config, tensors: config.update(eagle_aux_hidden_state_layer_ids=[2, 4, 99]), "reads layers"),
         (lambda config, tensors: config.pop("draft_vocab_size"), "draft_vocab_size"),

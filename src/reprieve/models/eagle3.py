@@ -219,14 +219,8 @@ def load_eagle3(source: str | Path, target: Any, *, identity: PairIdentity | Non
     if made_for is not None and identity is not None:
         made_for.require_matches(identity, what, reads_draft=False)
     tensors.setdefault("embed_tokens.weight", embedding.detach().cpu())
-    if config.draft_vocab_size == embedding.shape[0]:
-        tensors.setdefault("d2t", head.d2t)
-    try:
-        head.load_state_dict({name: tensors[name] for name in head.state_dict() if name in tensors})
-    except RuntimeError as error:
-        shape = f"{text.num_hidden_layers} layers of {text.hidden_size}"
-        raise PairError(f"{what} does not fit this target ({shape}): {' '.join(str(error).split())}") from None
-    _require_fit(what, head, embedding.shape[0], text.num_hidden_layers)
+    _require_fit(what, head, tensors, embedding.shape[0], text)
+    head.load_state_dict({name: tensors[name] for name in head.state_dict()})
     head.fingerprint = digest(content)
     return head.to(device=embedding.device, dtype=embedding.dtype).eval()
 
@@ -245,14 +239,29 @@ def _made_for(folder: Path) -> PairIdentity | None:
     return PairIdentity(**read_json(path, "the file")["pair"]) if path.is_file() else None
 
 
-def _require_fit(what: str, head: EagleHead, vocab_size: int, num_target_layers: int) -> None:
-    if head.embed_tokens.num_embeddings != vocab_size:
-        raise PairError(f"{what} was made for {head.embed_tokens.num_embeddings} tokens, the target has {vocab_size}")
-    if min(head.layers_read) < 0 or max(head.layers_read) > num_target_layers:
-        raise PairError(f"{what} reads layers {head.layers_read}, the target has {num_target_layers}")
-    for name, weight in head.named_parameters():
-        if not bool(weight.isfinite().all()):
+def _require_fit(what: str, head: EagleHead, tensors: dict[str, Tensor], vocab_size: int, text: Any) -> None:
+    if head.config.draft_vocab_size == vocab_size:
+        tensors.setdefault("d2t", head.d2t)
+    wanted = {name: tensor.shape for name, tensor in head.state_dict().items()}
+    for name, shape in wanted.items():
+        if name not in tensors:
+            raise ReprieveError(f"{what}: model.safetensors lacks {name}")
+        if tensors[name].shape != shape:
+            raise PairError(
+                f"{what}: {name} must have shape {list(shape)} for this target ({text.num_hidden_layers} layers of "
+                f"{text.hidden_size}), got {list(tensors[name].shape)}"
+            )
+    if tensors["embed_tokens.weight"].shape[0] != vocab_size:
+        raise PairError(
+            f"{what} was made for {tensors['embed_tokens.weight'].shape[0]} tokens, the target has {vocab_size}"
+        )
+    if min(head.layers_read) < 0 or max(head.layers_read) > text.num_hidden_layers:
+        raise PairError(f"{what} reads layers {head.layers_read}, the target has {text.num_hidden_layers}")
+    for name in wanted:
+        if name != "d2t" and not (tensors[name].is_floating_point() and bool(tensors[name].isfinite().all())):
             raise ReprieveError(f"{what}: {name} must be finite numbers")
-    lowest, highest = int(head.target_ids.min()), int(head.target_ids.max())
-    if lowest < 0 or highest >= vocab_size:
-        raise PairError(f"{what}: d2t names tokens {lowest} to {highest}, the target has {vocab_size}")
+    if tensors["d2t"].is_floating_point():
+        raise ReprieveError(f"{what}: d2t must be whole numbers, got {tensors['d2t'].dtype}")
+    ids = torch.arange(head.config.draft_vocab_size) + tensors["d2t"]
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise PairError(f"{what}: d2t names tokens {int(ids.min())} to {int(ids.max())}, the target has {vocab_size}")
