@@ -1,4 +1,4 @@
-"""The label store: kills, readers, damaged files and a second writer."""
+"""The label store: kills, readers, changed files and a second writer."""
 
 from __future__ import annotations
 
@@ -75,6 +75,20 @@ def stored(folder, count=4):
     for number in range(count):
         store.append(labels(f"p-{number}"))
     return folder / "labels.jsonl"
+
+
+def test_changed_bits_are_detected(tmp_path):
+    path = stored(tmp_path)
+    content = path.read_bytes()
+    for number in range(0, 8 * len(content), 97):
+        changed = bytearray(content)
+        changed[number // 8] ^= 1 << number % 8
+        path.write_bytes(changed)
+        if changed.endswith(b"\n"):
+            with pytest.raises(ReprieveError, match=r"labels\.jsonl.*(changed after|is no problem's labels|be UTF-8)"):
+                LabelStore(tmp_path).problems()
+    path.write_bytes(content)
+    assert len(LabelStore(tmp_path).problems()) == 4
 
 
 def test_a_line_cut_off_by_a_kill_is_mined_again(tmp_path):

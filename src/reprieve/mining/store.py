@@ -1,7 +1,7 @@
 """The label store: a folder with `manifest.json` and the append-only `labels.jsonl`, one problem per line.
 
 A finished problem is on disk when `append` returns, so a run killed at any moment loses only the problems in flight.
-One process writes; any number may read. An archived store can hold `labels.jsonl.gz` instead.
+One process writes; any number may read. Each line has a checksum. An archived store can hold `labels.jsonl.gz` instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from reprieve.errors import ReprieveError
 from reprieve.files import append_line, lock_folder, read_json, read_lines, record_from, replace_file, sweep
-from reprieve.heads.binding import PairIdentity
+from reprieve.heads.binding import PairIdentity, digest
 from reprieve.tasks.answers import ANSWERS_VERSION
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ MINED = "mined"
 NO_ANSWER = "no_answer"  # the target's own response has no answer to compare with
 SCHEMA = 2
 API_WEIGHTS = "api:"  # prefix of the target's fingerprint if its weights are unknown
-_MANIFEST, _LABELS = "manifest.json", "labels.jsonl"
+_MANIFEST, _LABELS, _CHECKSUM = "manifest.json", "labels.jsonl", "checksum"
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,10 @@ class LabelStore:
         Raises:
             ReprieveError: the file cannot be written; names it and what is kept.
         """
+        values = dataclasses.asdict(labels)
         path = self.folder / _LABELS
         try:
-            append_line(path, dataclasses.asdict(labels))
+            append_line(path, {**values, _CHECKSUM: _checksum(values)})
         except OSError as error:
             raise ReprieveError(
                 f"{str(path)!r} cannot be written: {error.strerror}; the {len(self._done)} labelled problems before it "
@@ -175,7 +176,7 @@ class LabelStore:
         """Return all problems without duplicates, sorted by problem id.
 
         Raises:
-            ReprieveError: a line that cannot be read; names file and line.
+            ReprieveError: a line that cannot be read, or was changed; names file and line.
         """
         by_problem = {labels.problem_id: labels for labels in self._read()}
         return [by_problem[key] for key in sorted(by_problem, key=_natural)]
@@ -183,10 +184,16 @@ class LabelStore:
     def _read(self) -> Iterator[ProblemLabels]:
         for path in (self.folder / f"{_LABELS}.gz", self.folder / _LABELS):
             for where, values in read_lines(path, "problem's labels", repair=self._lock is not None):
+                if values.pop(_CHECKSUM, None) != _checksum(values):
+                    raise ReprieveError(f"{where}: it was changed after it was written")
                 try:
                     yield record_from(ProblemLabels, values)
                 except ValueError as error:
                     raise ReprieveError(f"{where}: {error}") from None
+
+
+def _checksum(values: Mapping[str, Any]) -> str:
+    return digest(json.dumps(values, ensure_ascii=False).encode())
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
