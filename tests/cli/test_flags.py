@@ -103,6 +103,7 @@ def test_flags_override_the_file_and_the_file_overrides_defaults(tmp_path):
         ("command: bench\nname: a\n", "belongs to `reprieve bench`, not to `reprieve toy`"),
         ("name: a\nstep: 9\n", "has no 'step'; did you mean steps?"),
         ("name: [a]\n", "name must be a text, got ['a']"),
+        ("name: null\n", "name must be a text, got None"),
         ("name: a\nflag: 1\n", "flag must be true or false, got '1'"),
         ("name: a\nsteps: 1.5\n", "steps must be a whole number, got '1.5'"),
         ("name: a\nsteps: true\n", "steps must be a whole number, got 'true'"),
@@ -209,6 +210,7 @@ def test_a_bundled_target_sets_the_default_task():
 @pytest.mark.parametrize(
     ("written", "told"),
     [
+        ("limit: 3\nlimit: 4\n", "the key 'limit' stands twice"),
         ("limit: 1:30\n", "limit must be a whole number, got '1:30'"),
         ('out: ""\n', "out must name a path, got ''"),
         ('target: "a\\0b"\n', "target must be text without NUL"),

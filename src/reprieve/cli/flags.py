@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from reprieve.bundles import bundle_of
 from reprieve.errors import ReprieveError, SpecError, did_you_mean, require_choice
@@ -27,7 +27,6 @@ from reprieve.settings import BUNDLED_TASK, read_draft_tokens
 T = TypeVar("T")
 CONFIG = "config.yaml"  # in a run's folder
 _COMMAND = "command"  # its first key
-_NONE = ("null", "~", "")  # of optional flags, in YAML
 _KNOWN_COUNTS = ("num_draft_tokens", "num_fewshot", "num_threads")  # the field's own names
 
 
@@ -313,7 +312,7 @@ def _from_file(path: Path, flags: Mapping[str, Flag], command: str) -> dict[str,
         if flag.many and not isinstance(value, list):
             raise SpecError(f"{where}: {key} must be a list, got {value!r}")
         try:
-            if flag.optional and value in _NONE:
+            if value is None and flag.optional:
                 values[flag.name] = None
             else:
                 values[flag.name] = tuple(map(flag.read, value)) if flag.many else flag.read(value)
@@ -323,15 +322,29 @@ def _from_file(path: Path, flags: Mapping[str, Flag], command: str) -> dict[str,
 
 
 def _read_config(path: Path) -> dict[Any, Any]:
-    """Return what a configuration file says, all values as text; the flags themselves read numbers.
+    """Return what a configuration file says: texts, or None for null; the flags themselves read numbers.
 
     Raises:
-        ReprieveError: no YAML in UTF-8, or no mapping.
+        ReprieveError: no YAML in UTF-8, a duplicate key, or no mapping.
     """
     import yaml
 
-    try:  # a value means what it means as a flag: 010 is ten
-        written = yaml.load(read_file(path, "--config").decode("utf-8"), yaml.BaseLoader)
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """YAML without numbers and booleans, so that a value means what it means as a flag: 010 is ten."""
+
+        yaml_implicit_resolvers: ClassVar[Any] = {
+            first: [(tag, pattern) for tag, pattern in resolvers if tag == "tag:yaml.org,2002:null"]
+            for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value]
+            if twice := sorted({key for key in keys if keys.count(key) > 1}):
+                raise ValueError(f"the key {twice[0]!r} stands twice")
+            return super().construct_mapping(node, deep)
+
+    try:
+        written = yaml.load(read_file(path, "--config").decode("utf-8"), Loader)  # a SafeLoader
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ReprieveError(f"--config {str(path)!r} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(written, dict):
