@@ -1,7 +1,8 @@
-"""Tables of results for a terminal of 80 columns; `results.json` has every column."""
+"""Tables of results, as wide as the terminal, or 80 columns in a file or a pipe; `results.json` has every column."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from reprieve.cli.screen import MOST_CUT_OFF, console, warn
@@ -12,31 +13,68 @@ if TYPE_CHECKING:
 _MOST_UNREAD = 0.03  # of the answers
 
 
-def results_table(document: dict[str, Any]) -> Table:
-    """Return the arms of a results document, one row each."""
+def results_table(document: dict[str, Any], *, width: int) -> Table:
+    """Return the arms of a results document, one row each, with as many columns as the width allows."""
     title = (
         f"{document['task']}, {document['split']} split, n = {document['num_problems']}; "
         f"K = {document['num_draft_tokens']}; brackets are 95% intervals"
     )
-    return _table(title, [_row(arm) for arm in document["arms"]])
+    return _table(title, [_row(arm) for arm in document["arms"]], [_short_row(arm) for arm in document["arms"]], width)
 
 
-def _table(title: str, rows: list[dict[str, str]]) -> Table:
-    """Return a table of cells by column. The names of arms are folded where the terminal is narrow."""
+def _table(title: str, full: list[dict[str, str]], short: list[dict[str, str]], width: int) -> Table:
+    """Return a table of cells by column.
+
+    Args:
+        full: rows with all columns, used if the names of arms fit on one line.
+        short: rows with fewer columns, the names first. The second-to-last column is dropped until names break only at
+            their separators; a caption then says so.
+    """
     from rich import box
     from rich.table import Table
 
+    rows = full
+    if _room(full, width) < max(len(row["arm"]) for row in full):
+        rows = short
+        longest = max(len(part) for row in short for part in _parts(row["arm"]))
+        while _room(rows, width) < longest and len(rows[0]) > 3:
+            dropped = list(rows[0])[-2]
+            rows = [{name: text for name, text in row.items() if name != dropped} for row in rows]
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    if len(rows[0]) < len(short[0]):
+        table.caption = "COLUMNS=120 shows more columns; results.json has all"
+        table.caption_justify = "left"
     for name in rows[0]:
-        table.add_column(name, justify="left" if name == "arm" else "right", overflow="fold")
+        table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=name != "arm", overflow="fold")
     for row in rows:
-        table.add_row(*row.values())
+        table.add_row(wrap_spec(row["arm"], _room(rows, width)), *(text for name, text in row.items() if name != "arm"))
     return table
+
+
+def _room(rows: list[dict[str, str]], width: int) -> int:
+    """Return the width in characters that the other columns of a table leave for the names of arms."""
+    widths = [max(*map(len, name.split("\n")), *(len(row[name]) for row in rows)) for name in rows[0] if name != "arm"]
+    return width - sum(widths) - 2 * len(widths) - 2
+
+
+def wrap_spec(spec: str, width: int) -> str:
+    """Break a rule's specification at its signs, into lines of at most `width` where its parts allow."""
+    lines = [""]
+    for part in _parts(spec):
+        if len(lines[-1]) + len(part) > width and lines[-1]:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
+
+
+def _parts(spec: str) -> list[str]:
+    return re.split(r"(?<=[,:|&])|(?=@)", spec)
 
 
 def show_results(document: dict[str, Any]) -> None:
     """Print the table of a results document, as wide as there is room."""
-    console().print(results_table(document))
+    terminal = console()
+    terminal.print(results_table(document, width=terminal.width))
     answers = document["num_problems"] * document.get("num_trials", 1)
     if cut := _shares_above(document["arms"], "num_truncated", answers, MOST_CUT_OFF):
         warn(f"ANSWERS CUT OFF: {cut}. What was cut off counts as wrong: raise --max-new-tokens")
@@ -54,8 +92,15 @@ def _shares_above(arms: list[dict[str, Any]], count: str, num_answers: int, most
 
 def show_throughput(document: dict[str, Any]) -> None:
     """Print speeds under load, where they were measured."""
-    if rows := document.get("throughput"):
-        console().print(_table("under load; medians over turns", [_loaded_row(row) for row in rows]))
+    if not (rows := document.get("throughput")):
+        return
+    terminal = console()
+    full = [_loaded_row(row) for row in rows]
+    short = [{name: row[name] for name in _LOADED} for row in full]
+    terminal.print(_table("under load; medians over turns", full, short, terminal.width))
+
+
+_LOADED = ("arm", "at\nonce", "tokens/s", "first token,\nms", "over lossless")  # of a narrow table
 
 
 def _loaded_row(row: dict[str, Any]) -> dict[str, str]:
@@ -66,34 +111,57 @@ def _loaded_row(row: dict[str, Any]) -> dict[str, str]:
         "at\nonce": str(row["concurrency"]),
         "tokens/s": f"{row['tokens_per_second']:.0f}",
         "over lossless": f"{ratio} {_interval(row['vs_lossless_ci95'], 1, 2)}",
+        "tokens/\nstep": f"{row['tokens_per_step']:.2f}",
         "first token,\nms": times[0],
         "per token,\nms": times[1],
     }
 
 
-def _row(arm: dict[str, Any]) -> dict[str, str]:
-    tokens = arm["tokens_per_round"]
+def _short_row(arm: dict[str, Any]) -> dict[str, str]:
+    """The columns of a narrow table; intervals of shares in whole points."""
+    quality = _quality(arm, digits=0)
     return {
         "arm": arm["spec"],
-        **_quality(arm),
-        "tokens/\nround": "-" if tokens is None else f"{tokens:.2f}",
-        "speedup\nvs target": _speedup(arm),
+        "solved, %": quality["solved, %"],
+        "points vs\nlossless": quality["vs lossless"],
+        "tokens/\nround": _number(arm["tokens_per_round"], ".2f"),
+        "speedup\nvs target": _speedup(arm, "speedup_vs_target"),
     }
 
 
-def _speedup(arm: dict[str, Any]) -> str:
-    speedup = arm["speedup_vs_target"]
-    return "-" if speedup is None else f"{speedup:.2f}x {_interval(arm['speedup_vs_target_ci95'], 1, 2)}"
+def _row(arm: dict[str, Any]) -> dict[str, str]:
+    return {
+        "arm": arm["spec"],
+        **_quality(arm),
+        "tokens/round": _number(arm["tokens_per_round"], ".2f"),
+        "accepted": _number(arm["acceptance_rate"], ".0%"),
+        "rescued": str(arm["num_rescued"]),
+        "speedup vs target": _speedup(arm, "speedup_vs_target"),
+        "vs lossless ": _speedup(arm, "speedup_vs_lossless"),
+        "tokens/\nanswer": _number(arm["tokens_per_answer"], ".0f"),
+        "rounds/\nanswer": _number(arm["rounds_per_answer"], ".1f"),
+        "answers/s vs lossless": _speedup(arm, "answers_vs_lossless"),
+        "cut off": str(arm["num_truncated"]),
+        "unread": "-" if arm["accuracy"] is None else str(arm["num_unread"]),
+    }
 
 
-def _quality(arm: dict[str, Any]) -> dict[str, str]:
-    """Accuracy and its difference from lossless; intervals in whole points."""
-    solved, points = "-", "-"
-    if arm["accuracy"] is not None:
-        difference = arm["accuracy_vs_lossless"]
-        solved = f"{100 * arm['accuracy']:.1f} {_interval(arm['accuracy_ci95'], 100, 0)}"
-        points = f"{100 * difference[0]:+.1f} {_interval(difference[1:], 100, 0)}"
-    return {"solved, %": solved, "points vs\nlossless": points}
+def _speedup(arm: dict[str, Any], name: str) -> str:
+    return "-" if arm[name] is None else f"{arm[name]:.2f}x {_interval(arm[f'{name}_ci95'], 1, 2)}"
+
+
+def _quality(arm: dict[str, Any], *, digits: int = 1) -> dict[str, str]:
+    if arm["accuracy"] is None:
+        return {"solved, %": "-", "vs lossless": "-"}
+    difference = arm["accuracy_vs_lossless"]
+    return {
+        "solved, %": f"{100 * arm['accuracy']:.1f} {_interval(arm['accuracy_ci95'], 100, digits)}",
+        "vs lossless": f"{100 * difference[0]:+.1f} {_interval(difference[1:], 100, digits)}",
+    }
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _interval(bounds: list[float] | None, scale: float, digits: int) -> str:
