@@ -29,6 +29,9 @@ def test_requests_name_a_restricted_rule_by_its_plain_name():
     [
         ({"reprive": "margin:delta=3"}, "'reprive' is not known, did you mean 'reprieve'"),
         ({"reprieve": "margin:delta=3", "strict_only": True}, "strict_only must be given inside reprieve"),
+        ({"reprieve": "margin:delta=3", "strict_onyl": True}, "strict_only must be given inside reprieve"),
+        ({"reprieve": "margin:delta=3", "span": "thinking"}, "span must be given inside reprieve"),
+        ({"reprieve": "margin:delta=3", "strict_first": 16}, "strict_first must be given inside reprieve"),
         ({"reprieve": {"rule": "margin:delta=3", "strict_onyl": True}}, "got strict_onyl"),
         ({"reprieve": {"rule": "margin:delta=3", "strict_only": "yes"}}, "strict_only must be true or false"),
         ({"reprieve": {"rule": "margin:delta=3", "strict_structured_outputs": 1}}, "must be true or false"),

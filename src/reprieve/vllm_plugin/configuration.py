@@ -20,6 +20,8 @@ from reprieve.vllm_plugin.policy import STRICT_STRUCTURED
 
 KEY = "reprieve"  # of vLLM's additional configuration
 VARIABLE = "REPRIEVE_VLLM"
+# Keys of a policy and parameters of its rule that restrict it. Ignoring a misplaced one would make a server lenient.
+_INSIDE = (STRICT_ONLY, STRICT_STRUCTURED, "span", "outside", "strict_first")
 # A row for each version and model runner that the tests were run on; they write it themselves (tests/vllm/tested.py).
 # Other versions are warned about, and judged by their parts (see `probing`).
 TESTED = Path(__file__).with_name("tested.json")
@@ -37,8 +39,9 @@ def source_of(additional_config: Any) -> Any:
         if KEY not in config and (near := difflib.get_close_matches(KEY, map(str, config), n=1, cutoff=0.8)):
             raise SpecError(f"additional_config: {near[0]!r} is not known, did you mean {KEY!r}?")
         return None
-    for name in config.keys() & {STRICT_ONLY, STRICT_STRUCTURED}:
-        raise SpecError(f'{name} must be given inside {KEY}: {{"{KEY}": {{"rule": ..., "{name}": true}}}}')
+    for name in config.keys() - {KEY}:
+        if near := difflib.get_close_matches(str(name), _INSIDE, n=1, cutoff=0.75):
+            raise SpecError(f"additional_config: {name!r} does nothing here: {near[0]} must be given inside {KEY}")
     return given
 
 
