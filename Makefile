@@ -29,13 +29,13 @@ test-slow: $(READY)
 
 test-all: test test-slow
 
-# One process per file: engines are slow to release, and vLLM does not expect many in one process.
+# One process per file: engines are slow to release, and vLLM does not expect many in one process. Two run at once.
 # V2's model runner runs in Triton's interpreter, ten times slower, so it has fewer files and smaller tests.
 test-vllm: $(VLLM)/.ready
-	@status=0; for file in $(V1_TESTS:%=v1:%) $(V2_TESTS:%=v2:%); do \
-		echo "$$file"; \
-		RECORD_TESTED=1 RUNNER=$${file%%:*} OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q $${file#*:} || status=1; \
-	done; exit $$status
+	$(MAKE) --jobs 2 --keep-going --output-sync=target $(V2_TESTS:%=v2/%) $(V1_TESTS:%=v1/%)
+
+v1/% v2/%:
+	RECORD_TESTED=1 RUNNER=$(firstword $(subst /, ,$@)) OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q $*
 
 check: style types test
 
