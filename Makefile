@@ -10,13 +10,14 @@ VLLM := .venv-vllm
 V2_TESTS := $(addprefix tests/vllm/test_,v2_decisions.py v2_engine.py v2_hook.py v2_ranks.py parity.py drafters.py probing.py \
 	off.py thinking.py)
 V1_TESTS := $(filter-out $(wildcard tests/vllm/test_v2_*.py),$(wildcard tests/vllm/test_*.py))
+VLLM_RUNS := v1/tests/vllm/test_engines.py $(V2_TESTS:%=v2/%) $(filter-out %/test_engines.py,$(V1_TESTS:%=v1/%))
 # Trains EAGLE-3 heads; its dependencies (torchvision, torchaudio) are not needed here.
 EAGLE := speculators hs-connectors loguru
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 REAL := real-gsm8k-brief real-judge real-humaneval real-humaneval-gpu real-gsm8k-plain real-provable
 CODE := src tests benchmarks recipes examples
 
-.PHONY: demo real-pair gpu test test-slow test-all test-vllm check style types docs setup benchmark tables dist clean
+.PHONY: demo real-pair gpu test test-slow test-all test-vllm check style types docs setup benchmark tables dist clean $(VLLM_RUNS)
 
 demo: $(BASE)
 	$(BIN)/reprieve demo --out runs/demo
@@ -29,13 +30,13 @@ test-slow: $(READY)
 
 test-all: test test-slow
 
-# One process per file: engines are slow to release, and vLLM does not expect many in one process. Two run at once.
-# V2's model runner runs in Triton's interpreter, ten times slower, so it has fewer files and smaller tests.
+# One process per file: engines are slow to release, and vLLM does not expect many in one process. Two run at once,
+# the longest first. V2's model runner runs in Triton's interpreter, ten times slower, so it has fewer files and smaller tests.
 test-vllm: $(VLLM)/.ready
-	$(MAKE) --jobs 2 --keep-going --output-sync=target $(V2_TESTS:%=v2/%) $(V1_TESTS:%=v1/%)
+	$(MAKE) --jobs 2 --keep-going --output-sync=target $(VLLM_RUNS)
 
-v1/% v2/%:
-	RECORD_TESTED=1 RUNNER=$(firstword $(subst /, ,$@)) OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q $*
+$(VLLM_RUNS):
+	RECORD_TESTED=1 RUNNER=$(@D:/tests/vllm=) OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q tests/vllm/$(@F)
 
 check: style types test
 
