@@ -7,7 +7,9 @@ import re
 
 import pytest
 
+from reprieve.backends.batched import BatchedEngine
 from reprieve.backends.local import LocalEngine
+from reprieve.backends.settings import BatchedSettings
 from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
 from reprieve.bench.records import claim_run
@@ -51,6 +53,13 @@ def test_a_certificate_states_its_promise_and_can_be_used_as_an_arm(pair, tmp_pa
             limit=1,
             sampling=SamplingSettings(temperature=1.0),
         )
+
+
+def test_the_statement_names_an_engine_that_has_neither_version_nor_runner(pair, tmp_path):
+    engine = BatchedEngine(pair, BatchedSettings(parallel=4))
+    made = certify(plan(), engine, ToyTask(), tmp_path, command="reprieve certify").certificate
+    assert " at K = 4 on batched, where lossless solves" in made.statement
+    assert "Noise floor: two lossless runs gave the same answer to 100.0% of 12 problems" in made.statement
 
 
 def test_no_certificate_without_proof_and_the_walk_resumes(pair, tmp_path):

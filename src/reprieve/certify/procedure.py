@@ -287,7 +287,8 @@ class _Measured:
         loses = "loses less than" if promise.loss == NET_DROP else "spoils fewer than"
         where = noise = ""
         if self.noise is not None:
-            where = f" on {facts.engine} {facts.engine_version or ''} ({facts.runner or 'its runner'})"
+            runner = facts.runner and f"({facts.runner})"
+            where = " ".join(filter(None, (" on", facts.engine, facts.engine_version, runner)))
             noise = f" {_noise_line(self.noise)}"
         return (
             f"With {100 * promise.confidence:g}% confidence, {self.arm.label} {loses} "
