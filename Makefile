@@ -14,7 +14,8 @@ VLLM_RUNS := v1/test_engines.py $(V2_TESTS:%=v2/%) $(filter-out %/test_engines.p
 # Trains EAGLE-3 heads; its dependencies (torchvision, torchaudio) are not needed here.
 EAGLE := speculators hs-connectors loguru
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
-REAL := real-gsm8k-brief real-judge real-humaneval real-humaneval-gpu real-gsm8k-plain real-provable
+REAL := real-gsm8k-brief-vllm real-humaneval real-judge real-styles real-provable
+REAL_GPU := real-gsm8k-plain real-certify real-gsm8k-brief real-humaneval-gpu
 CODE := src tests benchmarks recipes examples
 
 .PHONY: demo real-pair gpu test test-slow test-all test-vllm check style types docs setup benchmark tables dist clean $(VLLM_RUNS)
@@ -59,7 +60,7 @@ GPU := $(shell command -v nvidia-smi 2>/dev/null)
 real-pair: $(READY) $(if $(GPU),,$(VLLM)/.ready)
 	$(if $(GPU),$(BIN)/python -m pip install --quiet vllm)
 	$(BIN)/python benchmarks/real_pair.py $(if $(DATA),--data $(DATA))
-	$(BIN)/python benchmarks/tables.py run $(REAL)
+	$(BIN)/python benchmarks/tables.py run $(if $(GPU),$(REAL_GPU)) $(REAL)
 
 # All checks for a machine with an NVIDIA GPU; resumes. FLAGS passes flags, such as '--only machine decisions'.
 gpu: .venv-gpu/.ready

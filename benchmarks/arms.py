@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -77,7 +78,7 @@ def part(head: Sequence[str], rows: Sequence[Sequence[object]], note: str = "") 
 
 def write_parts(path: Path, parts: Mapping[str, Mapping[str, Any]], **more: Any) -> None:
     """Write and print a result of several tables, with its command and environment."""
-    document = {"command": " ".join(sys.argv), **environment(), **more, "parts": parts}
+    document = {"command": shlex.join(sys.argv), **environment(), **more, "parts": parts}
     replace_file(path, json.dumps(document, indent=1) + "\n")
     print(parts_table({}, document))
 

@@ -165,6 +165,28 @@ def parts_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
     return "\n\n".join(rows_table(table, document | part) for part in document["parts"].values())
 
 
+def certificate_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
+    """Format a certificate: the thresholds tested, in order, then the last one on the held-out problems."""
+    held = document["held_out"]
+    steps = [
+        ("calibration", step["threshold"], step["tokens_per_round"], step["evidence"])
+        for step in document["calibration"]["steps"]
+    ]
+    steps.append(("held out", document["threshold"], held["tokens_per_round"], held))
+    rows = [
+        [
+            f"{threshold:g}",
+            f"{of['num_problems']} ({where})",
+            *(f"{100 * one['observed']:+.1f}, at most {100 * one['upper_bound']:.1f}" for one in (of, *of["risks"])),
+            f"{tokens:.2f}",
+        ]
+        for where, threshold, tokens, of in steps
+    ]
+    bounded = [{"growth": "longer, %", "unfinished": "more unfinished, points"}[one["name"]] for one in held["risks"]]
+    head = ["threshold", "problems", "lost, points", *bounded, "tokens per round"]
+    return f"{grid(head, rows)}\n\n{document['statement']}\n`{document['command']}`"
+
+
 def share_text(values: list[float] | None) -> str:
     return "-" if values is None else f"{100 * values[0]:.1f} {interval(values[1:], 100, 1)}"
 
@@ -237,6 +259,7 @@ SHOWN: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], str]] = {
     "rejections": rejections_table,
     "branches": branches_table,
     "audits": audits_table,
+    "certificate": certificate_table,
 }
 
 
@@ -302,6 +325,8 @@ def trimmed(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a result to store: what was run, and the fields of each arm that a page can show."""
     if "parts" in document:
         return {field: document[field] for field in (*_KEPT, "parts") if field in document}
+    if "made_with" in document:  # a certificate
+        return {**document, "command": document["made_with"]["command"]}
     if "arms" not in document:
         return dict(document)
     shown = [*COLUMNS, *(f"{name}_ci95" for name in COLUMNS), "tokens_vs_lossless"]
