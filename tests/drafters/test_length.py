@@ -5,20 +5,21 @@ import dataclasses
 import pytest
 import torch
 
-from reprieve.drafters import DraftModelDrafter, EagleDrafter, EagleSettings, NgramDrafter
+from reprieve.drafters import DraftModelDrafter, EagleDrafter, EagleSettings, NgramDrafter, NgramSettings
 from reprieve.drafters.draft_model import DraftModelSettings
 from reprieve.drafters.length import (
     AcceptanceLength,
     AcceptanceRates,
     FixedLength,
     LearnedLength,
+    StepCosts,
     TreeLength,
     best_length,
 )
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import PairError, SpecError
 from reprieve.heads.length import LengthHead
-from reprieve.models import CachedModel
+from reprieve.models import CachedModel, cached_model
 from reprieve.rules import parse_rule
 from reprieve.settings import require_draft_tokens
 from tests.kit.tiny import NumberTokenizer, perturbed, random_eagle, random_length, tiny_model
@@ -40,7 +41,7 @@ def plain(target):
 
 
 def test_greedy_lossless_answers_are_the_targets_for_every_length_policy(target, draft):
-    for length in (FixedLength(5), AcceptanceLength(0.1), LearnedLength(random_length(32))):
+    for length in (FixedLength(5), AcceptanceLength(StepCosts(0.1, 0.03)), LearnedLength(random_length(32))):
         made = decoder(target, draft, length).generate(PROMPT, PARAMS, trace=True)
         assert made.token_ids == plain(target)
         assert max(len(one.drafted_ids) for one in made.trace) <= length.most
@@ -83,16 +84,21 @@ def test_a_heads_decision_by_hand():
     assert one._chance == pytest.approx(float(this * then), rel=1e-5), "of all tokens so far"
 
 
+def policy(cost, exact):
+    """A policy for a rule that is `exact` or not; measured costs equal the estimate."""
+    return AcceptanceLength(StepCosts(cost, 0.03), measure=(lambda: StepCosts(cost, 0.03)) if exact else None)
+
+
 @pytest.mark.parametrize("exact", [False, True])
 def test_recent_acceptance_sets_the_length(exact):
-    good, bad = (AcceptanceLength(0.1, exact=exact).start(None, 0.0) for _ in range(2))
+    good, bad = (policy(0.1, exact).start(None, 0.0) for _ in range(2))
     for _ in range(16):
         good.learn(good.begin(), good.begin())
         bad.learn(bad.begin(), 0)
     assert good.begin() > 16 and bad.begin() == 1
     bad.learn(0, 0)
     assert bad.begin() == 1, "a round without a block says nothing"
-    dear = AcceptanceLength(2.0, exact=exact).start(None, 0.0)
+    dear = policy(2.0, exact).start(None, 0.0)
     assert dear.begin() == 1
 
 
@@ -120,20 +126,47 @@ def test_the_best_length_maximises_tokens_per_time():
 
 def test_a_draft_costs_its_share_of_weights_and_on_a_gpu_at_least_of_layers(bundled_pair, monkeypatch):
     num_weights = [sum(p.numel() for p in model.parameters()) for model in (bundled_pair.draft, bundled_pair.target)]
-    assert DraftModelSettings().cost(bundled_pair) == pytest.approx(num_weights[0] / num_weights[1])
+    assert DraftModelSettings().costs(bundled_pair).draft == pytest.approx(num_weights[0] / num_weights[1])
     monkeypatch.setattr(Pair, "device", torch.device("cuda"))
-    assert DraftModelSettings().cost(bundled_pair) == 2 / 8 > num_weights[0] / num_weights[1]
+    assert DraftModelSettings().costs(bundled_pair).draft == 2 / 8 > num_weights[0] / num_weights[1]
+
+
+def test_measured_costs_set_the_length_of_exact_greedy_answers_only():
+    cheap, dear = StepCosts(0.05, 0.03), StepCosts(0.5, verify=0.5)
+    lossless, relaxed = AcceptanceLength(cheap, measure=lambda: dear), AcceptanceLength(cheap)
+    guessed = relaxed.start(None, 0.0).begin()
+    assert lossless.start(None, 0.0).begin() < guessed == lossless.start(None, 1.0).begin()
+    trees = AcceptanceLength(cheap, drafts_trees=True, measure=lambda: dear)
+    assert trees.start(None, 0.0).costs is dear and trees.start(None, 1.0).costs is cheap
+
+
+def test_forwards_are_measured_in_turns_once_for_each_pair(bundled_pair, monkeypatch):
+    seconds = {("target", 1): 2.0, ("target", 9): 10.0, ("draft", 1): 0.5}
+    calls = []
+
+    def timed(model, num_tokens, *, num_cached):
+        calls.append(("target" if model.model is bundled_pair.target else "draft", num_tokens))
+        return seconds[calls[-1]] + len(calls)  # slower and slower: the first turn after the warm-up counts
+
+    monkeypatch.setattr(cached_model, "forward_seconds", timed)
+    pair = dataclasses.replace(bundled_pair)
+    times = pair.forward_times
+    assert calls == [*seconds] * 4 and pair.forward_times is times
+    assert times == cached_model.ForwardTimes(draft=6.5 / 6, verify=(15 / 6 - 1) / 8)
+    assert DraftModelSettings().costs(pair, times) == StepCosts(times.draft, times.verify)
+    assert EagleSettings().costs(pair, times) == StepCosts(1 / 8, times.verify)
+    assert NgramSettings().costs(pair, times) == StepCosts(0.0, times.verify)
 
 
 def test_only_exact_greedy_answers_start_from_earlier_rates():
     def first_length(*, exact, temperature):
-        length = AcceptanceLength(0.1, exact=exact)
+        length = policy(0.1, exact)
         for _ in range(20):
             answer = length.start(None, temperature)
             answer.learn(answer.begin(), 0)
         return length.start(None, temperature).begin()
 
-    unseen = AcceptanceLength(0.1).start(None, 0.0).begin()
+    unseen = AcceptanceLength(StepCosts(0.1, 0.03)).start(None, 0.0).begin()
     assert first_length(exact=True, temperature=0.0) == 1
     assert first_length(exact=True, temperature=1.0) == first_length(exact=False, temperature=0.0) == unseen > 1
 
@@ -141,7 +174,10 @@ def test_only_exact_greedy_answers_start_from_earlier_rates():
 def test_trees_shrink_if_drafting_does_not_pay(target):
     head = random_eagle(target)
     answers = {}
-    for name, length in (("fixed", FixedLength(16)), ("auto", AcceptanceLength(0.5, drafts_trees=True))):
+    for name, length in (
+        ("fixed", FixedLength(16)),
+        ("auto", AcceptanceLength(StepCosts(0.5, 0.03), drafts_trees=True)),
+    ):
         shape = EagleSettings(depth=4, top_k=4, total_tokens=20)
         drafter = EagleDrafter(head, vocab_size=48, settings=shape, keep_logits=False)
         cached = CachedModel(target, hidden_layers=head.layers_read)
@@ -154,7 +190,7 @@ def test_trees_shrink_if_drafting_does_not_pay(target):
 
 
 def test_tree_limits_follow_the_expected_acceptance():
-    trees = TreeLength(0.2)
+    trees = TreeLength(StepCosts(0.2, 0.03))
     assert trees.level_pays(0.9) and not trees.level_pays(0.1)
     before = trees.least()
     for _ in range(10):
@@ -181,7 +217,7 @@ class TestPair:
     def test_auto_uses_recent_acceptance_without_a_head(self, pair):
         assert isinstance(pair.decoder().length, AcceptanceLength)
         assert isinstance(pair.decoder(num_draft_tokens=7).length, FixedLength)
-        assert pair.decoder("lossless", drafter="ngram").length.cost == 0
+        assert pair.decoder("lossless", drafter="ngram").length.costs.draft == 0
         assert isinstance(pair.decoder("lossless", drafter="ngram").drafter, NgramDrafter)
 
     def test_a_saved_head_sets_the_length(self, pair, tmp_path):

@@ -11,7 +11,7 @@ import torch
 from scipy.stats import chisquare
 
 from reprieve.drafters import DraftModelDrafter, EagleDrafter, EagleSettings
-from reprieve.drafters.length import AcceptanceLength, LearnedLength
+from reprieve.drafters.length import AcceptanceLength, LearnedLength, StepCosts
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.engine.batched import BatchedSpeculativeDecoder, Request
 from reprieve.models import CachedModel
@@ -136,7 +136,7 @@ def test_sampled_lossless_preserves_the_targets_distribution(drafting):
     cached = CachedModel(target, hidden_layers=drafter.target_layers)
     decoder = SpeculativeDecoder(cached, drafter, NumberTokenizer(size), rule=rule, num_draft_tokens=3)
     if drafting == "eagle3, weighed":
-        decoder.length = AcceptanceLength(0.3, drafts_trees=True)
+        decoder.length = AcceptanceLength(StepCosts(0.3, 0.03), drafts_trees=True)
     if drafting.endswith("learned length"):  # it reads the sampled token
         decoder.length = LearnedLength(random_length(32, seed=5))
     num_rescued, lengths = 0, Counter()

@@ -8,13 +8,17 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from reprieve.drafters.length import DraftLength, RoundLength
+from reprieve.drafters.length import DraftLength, RoundLength, StepCosts
+from reprieve.models.cached_model import ForwardTimes
+from reprieve.models.int8 import num_weights
 from reprieve.models.loading import ModelPair
 from reprieve.models.sampling import Sampler
 from reprieve.needs import Need
 from reprieve.rules import Rule
 from reprieve.specs import Registry
 from reprieve.types import Block, Outcome, Prefill, Verification
+
+_LARGE = 100_000_000  # parameters; on a CPU, verifying more tokens with a larger target is bound by arithmetic
 
 
 class Drafter(Protocol):
@@ -89,8 +93,13 @@ class DrafterSettings(ABC):
         """True if its blocks may branch."""
         return False
 
-    def cost(self, pair: ModelPair) -> float:
-        """Return a rough cost of a drafted token, or of a tree level, in target forwards, from model sizes."""
+    def costs(self, pair: ModelPair, times: ForwardTimes | None = None) -> StepCosts:
+        """Return a round's costs, from measured times or, without them, estimated from the models' sizes."""
+        large = pair.device.type == "cpu" and num_weights(pair.target) > _LARGE
+        return StepCosts(self.draft_cost(pair, times), times.verify if times else 0.15 if large else 0.03)
+
+    def draft_cost(self, pair: ModelPair, times: ForwardTimes | None) -> float:
+        """Return the cost of a drafted token, or of a tree level, in target forwards; see `costs`."""
         return 0.0
 
     def fingerprints(self, pair: ModelPair) -> dict[str, str]:

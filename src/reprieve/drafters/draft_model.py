@@ -10,7 +10,7 @@ from torch import Tensor
 
 from reprieve.drafters.base import Drafter, DrafterSettings, register_drafter
 from reprieve.drafters.length import DraftLength, RoundLength
-from reprieve.models.cached_model import CachedModel, HiddenLayers, require_positions
+from reprieve.models.cached_model import CachedModel, ForwardTimes, HiddenLayers, require_positions
 from reprieve.models.int8 import num_weights
 from reprieve.models.loading import ModelPair
 from reprieve.models.sampling import Sampler
@@ -34,8 +34,10 @@ class DraftModelSettings(DrafterSettings):
         draft, wanted = pair.cached_draft(tuple(read)), Need.DRAFT_PROBS in rule.traits.needs
         return DraftModelDrafter(draft, pair.device, hidden_layers=layers, keep_logits=wanted)
 
-    def cost(self, pair: ModelPair) -> float:
-        """Return the ratio of weights (memory-bound); off the CPU, at least that of layers (launch-bound)."""
+    def draft_cost(self, pair: ModelPair, times: ForwardTimes | None) -> float:
+        """Estimate: the ratio of weights (memory-bound); off the CPU, at least that of layers (launch-bound)."""
+        if times is not None:
+            return times.draft
         if pair.draft is None:
             return 0.0
         draft, target = pair.draft, pair.target

@@ -1,14 +1,15 @@
 """Draft length policies: fixed, from recent acceptance, or predicted by a head.
 
-Policies never read the clock, and use earlier answers only if every K gives the same answer, so a repeated request
-gives the same answer. A sampled token stays in the block, so a decision that depends on it cannot bias the output of a
+Policies use measured times and earlier answers only if every K gives the same answer, so a repeated request gives the
+same answer. A sampled token stays in the block, so a decision that depends on it cannot bias the output of a
 lossless check.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -18,12 +19,24 @@ from reprieve.heads.length import LengthHead
 from reprieve.settings import require_draft_tokens
 
 _MEMORY = 0.8  # weight of earlier rounds
-_VERIFIED = 0.03  # cost of verifying one more token, in target forwards
 _MOST, _MOST_TREE = 32, 16
 _PRIOR_RATE = 0.95  # prior acceptance rate of a block's first position
 _POSITION_WEIGHT = 8.0  # weight of the previous position's rate, in judged tokens
 _ANSWERS_WEIGHT = 16.0  # weight of the rate over earlier answers, in judged tokens
 _BLOCK_MEMORY = 0.97
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Costs of a round beyond one target forward, in target forwards over one token.
+
+    Args:
+        draft: of a drafted token, or of a level of a tree.
+        verify: of verifying one more token.
+    """
+
+    draft: float
+    verify: float
 
 
 class RoundLength(Protocol):
@@ -54,12 +67,10 @@ class TreeLength(RoundLength):
     A level is drafted if its probability of being reached is at least its cost in target forwards times the committed
     tokens per target forward so far. A node is verified if its probability of acceptance meets the same test.
 
-    Args:
-        cost: of drafting a level, in target forwards.
     """
 
-    def __init__(self, cost: float) -> None:
-        self.cost = cost
+    def __init__(self, costs: StepCosts) -> None:
+        self.costs = costs
         self._tokens, self._time = 3.0, 2.0  # prior of one average round
         self._expected, self._accepted = 2.0, 2.0
         self._levels, self._hoped = 1, 0.0
@@ -69,13 +80,13 @@ class TreeLength(RoundLength):
 
     def level_pays(self, reached: float) -> bool:
         """Return True if a level with this probability of being reached is worth drafting."""
-        pays = self._borne_out * reached >= self._rate * self.cost
+        pays = self._borne_out * reached >= self._rate * self.costs.draft
         self._levels += pays
         return pays
 
     def least(self) -> float:
         """Return the smallest path probability at which a node is worth verifying."""
-        return min(0.5, self._rate * _VERIFIED / self._borne_out)
+        return min(0.5, self._rate * self.costs.verify / self._borne_out)
 
     def expect(self, num_accepted: float) -> None:
         """Record the number of accepted tokens that the drafter's probabilities predict for the tree."""
@@ -85,7 +96,8 @@ class TreeLength(RoundLength):
         """Update the speed and acceptance estimates, and reset the levels of the tree."""
         if num_drafted:
             self._tokens = _MEMORY * self._tokens + num_accepted + 1
-            self._time = _MEMORY * self._time + 1 + self.cost * self._levels + _VERIFIED * num_drafted
+            spent = 1 + self.costs.draft * self._levels + self.costs.verify * num_drafted
+            self._time = _MEMORY * self._time + spent
             self._expected = _MEMORY * self._expected + self._hoped
             self._accepted = _MEMORY * self._accepted + num_accepted
         self._levels, self._hoped = 1, 0.0
@@ -190,22 +202,29 @@ class AcceptanceLength(DraftLength):
     """Draft length policy that maximises the expected speed, given the acceptance observed so far.
 
     Args:
-        cost: of a drafted token, or of a level of a tree, in target forwards.
+        costs: estimated from the models' sizes.
         drafts_trees: True if blocks can branch; levels and nodes are then selected one by one (`TreeLength`).
-        exact: True if a greedy answer is the same for every K. A greedy answer then starts from the rates of earlier
-            answers. Otherwise K depends on the current answer alone, so that a repeated request gives the same answer.
+        measure: measures the costs; given if a greedy answer is the same for every K. Greedy answers then use them and
+            start from the acceptance rates of earlier answers. Otherwise K depends on the current answer alone, so that
+            a repeated request gives the same answer.
     """
 
-    def __init__(self, cost: float, drafts_trees: bool = False, *, exact: bool = False) -> None:
-        self.cost = cost
+    def __init__(
+        self, costs: StepCosts, drafts_trees: bool = False, *, measure: Callable[[], StepCosts] | None = None
+    ) -> None:
+        self.costs = costs
         self.drafts_trees = drafts_trees
         self.most = _MOST_TREE if drafts_trees else _MOST
-        self._answers = AcceptanceRates(self.most) if exact else None
+        self._measure = measure
+        self._answers = AcceptanceRates(self.most)
 
     def start(self, dial: float | None, temperature: float) -> RoundLength:
+        costs, answers = self.costs, None
+        if self._measure is not None and not temperature:
+            costs, answers = self._measure(), self._answers
         if self.drafts_trees:
-            return TreeLength(self.cost)
-        return _ChainLength(self.cost + _VERIFIED, self.most, None if temperature else self._answers)
+            return TreeLength(costs)
+        return _ChainLength(costs.draft + costs.verify, self.most, answers)
 
 
 class _ChainLength(RoundLength):

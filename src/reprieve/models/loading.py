@@ -17,7 +17,14 @@ from transformers.utils import logging
 from reprieve.bundles import BUNDLES, source_of
 from reprieve.errors import PairError, ReprieveError, SpecError, UnsupportedModelError, import_extra, require_choice
 from reprieve.heads.binding import PairIdentity, digest, tokenizer_fingerprint
-from reprieve.models.cached_model import CachedModel, HiddenLayers, execution_device, max_positions
+from reprieve.models.cached_model import (
+    CachedModel,
+    ForwardTimes,
+    HiddenLayers,
+    execution_device,
+    max_positions,
+    measure_forwards,
+)
 from reprieve.models.eagle3 import EagleHead, load_eagle3
 from reprieve.models.int8 import INT8, dtype_name, quantise, require_int8
 from reprieve.settings import BUNDLED_PAIR
@@ -140,6 +147,11 @@ class ModelPair:
         if source not in self._eagle_heads:
             self._eagle_heads[source] = load_eagle3(source, self.target, identity=self.identity)
         return self._eagle_heads[source]
+
+    @cached_property
+    def forward_times(self) -> ForwardTimes:
+        """Times of the models' forwards on this machine, measured when first needed."""
+        return measure_forwards(self.cached_target(), None if self.draft is None else self.cached_draft())
 
     @cached_property
     def identity(self) -> PairIdentity:
