@@ -14,14 +14,15 @@ from reprieve.backends.local import LocalEngine
 from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
 from reprieve.bench.figures import draw_frontier
-from reprieve.bench.records import RecordFile
+from reprieve.bench.records import RecordFile, read_answers
 from reprieve.bench.report import write_report
 from reprieve.bench.results import summarise, write_results
 from reprieve.bench.runner import run_arms
 from reprieve.bench.settings import RunSettings
+from reprieve.engine import SpeculativeDecoder
 from reprieve.errors import ReprieveError
 from reprieve.tasks import TaskProblem
-from tests.bench.toys import run
+from tests.bench.toys import run, settings
 from tests.kit.toys import ToyTask
 
 ARM_FIELDS = {
@@ -136,6 +137,26 @@ def test_arms_take_turns_problem_by_problem(pair, tmp_path):
     order = [(record.problem_id, record.arm) for record in run.records]
     assert [problem for problem, _ in order] == [f"p{i}" for i in range(6) for _ in arms]
     assert len({arm for place, (_, arm) in enumerate(order) if place % len(arms) == 0}) == len(arms)
+
+
+def test_what_all_prompts_begin_with_is_read_once(pair, tmp_path, monkeypatch):
+    class Examples(ToyTask):
+        """Every prompt begins with the same example."""
+
+        def problems(self, split, limit, *, offset=0):
+            return [TaskProblem(f"p{i}", f"1 2 3 4 {10 + i} 7", str(i % 2)) for i in range(offset, offset + limit)]
+
+    def texts(name):
+        engine, arms = LocalEngine(pair), make_arms(["margin"], [4])
+        run_arms(RunConfig.of(engine, arms, settings()), arms, engine, Examples(), tmp_path / name)
+        return {(record.arm, record.problem_id): record.text for record in read_answers(tmp_path / name)}
+
+    shared = []
+    with monkeypatch.context() as without:
+        without.setattr(SpeculativeDecoder, "share_prefix", lambda decoder, token_ids: shared.append(token_ids))
+        whole = texts("whole")
+    assert shared == [pair.tokenizer.encode("1 2 3 4")] * 4, "of each arm"
+    assert texts("shared") == whole and len(whole) == 24
 
 
 def test_an_interrupted_run_resumes_to_the_same_records(pair, tmp_path):

@@ -215,6 +215,54 @@ def test_prefix_reuse_reads_only_new_tokens(target):
     assert model.cached_ids == [*PROMPT[:15], 40, 41]
 
 
+def count_tokens(model, monkeypatch):
+    """Count the tokens that a cached model reads."""
+    counts = []
+    run = model._run
+
+    def counted(token_ids, **keywords):
+        counts.append(len(token_ids))
+        return run(token_ids, **keywords)
+
+    monkeypatch.setattr(model, "_run", counted)
+    return counts
+
+
+@pytest.mark.parametrize("rule", ["lossless", "margin:delta=1"])
+def test_a_shared_prefix_is_read_once_and_changes_no_answer(target, draft, monkeypatch, rule):
+    prompts = [[*PROMPT, 30 + number, 7] for number in range(3)]
+    short = SamplingParams(max_new_tokens=12)
+    whole = [decoder(target, draft, rule=rule).generate(prompt, short) for prompt in prompts]
+    shared = decoder(target, draft, rule=rule)
+    shared.share_prefix(PROMPT)
+    for _ in range(2):
+        assert [shared.generate(prompt, short).token_ids for prompt in prompts] == [one.token_ids for one in whole]
+    models = shared.target, shared.drafter.model
+    for model in models:
+        counts = count_tokens(model, monkeypatch)
+        shared.generate(prompts[0], SamplingParams(max_new_tokens=2))
+        assert sum(counts) < len(PROMPT), "only what follows the prefix"
+        counts.clear()
+    others = [PROMPT[:5], PROMPT, [*PROMPT[:5], 40, 41, 42]]  # too short, and another beginning
+    for other in others:
+        fresh = decoder(target, draft, rule=rule)
+        assert shared.generate(other, short).token_ids == fresh.generate(other, short).token_ids
+    counts = count_tokens(shared.target, monkeypatch)
+    assert shared.generate(prompts[1], short).token_ids == whole[1].token_ids
+    assert counts[0] == len(PROMPT), "read again, by a forward of its own"
+
+
+def test_one_model_alone_reads_a_shared_prefix_once(target, monkeypatch):
+    alone = SpeculativeDecoder(CachedModel(target), None, NumberTokenizer())
+    alone.share_prefix(PROMPT)
+    counts = count_tokens(alone.target, monkeypatch)
+    for number in (30, 31):
+        answer = alone.generate([*PROMPT, number], SamplingParams(max_new_tokens=4))
+        fresh = SpeculativeDecoder(CachedModel(target), None, NumberTokenizer())
+        assert answer.token_ids == fresh.generate([*PROMPT, number], SamplingParams(max_new_tokens=4)).token_ids
+    assert counts == [len(PROMPT), *[1] * 8]
+
+
 @pytest.mark.parametrize("num_draft_tokens", [0, -1, 513])
 def test_k_out_of_range_is_refused(target, draft, num_draft_tokens):
     with pytest.raises(SpecError, match=r"num_draft_tokens must be a whole number in \[1, 512\]"):

@@ -17,11 +17,13 @@ from reprieve.drafters import DRAFTERS
 from reprieve.engine import DRAFT_ONLY, FoldedDecoder, Pair, SamplingParams, load_pair
 from reprieve.engine.processes import start_worker
 from reprieve.errors import EngineError, require_whole
+from reprieve.models.cached_model import shared_length
 from reprieve.settings import NumDraftTokens, PromptSettings
 from reprieve.tasks import Task, TaskProblem, load_task
-from reprieve.tasks.prompting import with_prompts
+from reprieve.tasks.prompting import prompt_ids_of, with_prompts
 
 _CHUNK = 4  # answers that a worker process makes before it returns them
+_COMPARED = 64  # prompts that show what all begin with
 
 
 class LocalEngine:
@@ -44,6 +46,7 @@ class LocalEngine:
         self.num_positions = pair.num_positions
         self._decoders: dict[str, FoldedDecoder] = {}
         self._config: RunConfig | None = None
+        self._prefix: list[int] = []  # of the run's prompts
         self._arms: dict[str, Arm] = {}
         self._pool: ProcessPoolExecutor | None = None
         self._known: tuple[RunConfig, set[str]] | None = None  # of the pool
@@ -76,6 +79,7 @@ class LocalEngine:
         """See `Engine`. An arm that cannot be built fails here, not in every worker."""
         if config != self._config:
             self._config, self._decoders = config, {}
+            self._prefix = self._shared_prefix(problems)
         by_label = {arm.label: arm for arm in arms}
         answerer = Answerer(config, task, self.tokenizer, self._decode)
         for label in dict.fromkeys(job.arm for job in jobs):
@@ -131,7 +135,15 @@ class LocalEngine:
 
     def _decoder(self, config: RunConfig, arm: Arm) -> FoldedDecoder:
         conditions = config.conditions(self, arm)
-        return arm.decoders(self.pair, drafter=config.drafter, task=config.task, conditions=conditions)
+        folded = arm.decoders(self.pair, drafter=config.drafter, task=config.task, conditions=conditions)
+        for decoder in folded.decoders:
+            decoder.share_prefix(self._prefix)
+        return folded
+
+    def _shared_prefix(self, problems: Sequence[TaskProblem]) -> list[int]:
+        """Return the tokens with which the first problems' prompts begin, such as a system prompt and examples."""
+        prompts = [prompt_ids_of(problem, self.tokenizer) for problem in problems[:_COMPARED]]
+        return prompts[0][: shared_length(min(prompts), max(prompts))]
 
     async def _decode(self, arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:
         decoder = self._decoders[arm.label].outside(problem.problem_id)

@@ -76,12 +76,15 @@ class DraftModelDrafter(Drafter):
         self._unread: list[int] = []  # committed tokens that are not yet in the draft's cache
         self._base = 0
 
+    def share_prefix(self, token_ids: Sequence[int]) -> None:
+        """See `Drafter`."""
+        self.model.share_prefix(token_ids)
+
     def start(self, prompt_ids: Sequence[int], sampler: Sampler, prefill: Prefill) -> None:
         self.sampler = sampler
         num_positions = len(prompt_ids) + sampler.params.max_new_tokens
         require_positions(self.model.model, num_positions, what="prompt and new tokens, read by the draft,")
-        self.model.keep(0)
-        self._unread = list(prompt_ids)
+        self._unread = self.model.restart(prompt_ids)
 
     def propose(self, max_depth: int, length: RoundLength) -> Block:
         """Draft a chain. Tokens stay on the device, so the host only waits for those that `length` reads.

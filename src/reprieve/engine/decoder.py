@@ -170,6 +170,15 @@ class SpeculativeDecoder:
                 raise SpecError(f"rule {name} needs {words}, which the {self.drafter.name} drafter does not have")
 
     @torch.inference_mode()
+    def share_prefix(self, token_ids: Sequence[int]) -> None:
+        """Name tokens with which most prompts begin, such as few-shot examples; they are read once for all answers.
+
+        Drafters that need the target's hidden states of the prompt still read it whole.
+        """
+        self.target.share_prefix(token_ids)
+        self.drafter.share_prefix(token_ids)
+
+    @torch.inference_mode()
     def generate(
         self,
         prompt: str | Sequence[int] | None = None,
@@ -226,8 +235,7 @@ class SpeculativeDecoder:
             if self.drafter.target_layers:
                 prefill, answer.unread = self.target.start(prompt_ids[:-1]), prompt_ids[-1:]
             else:  # the first verification reads the prompt too, which saves a forward
-                self.target.keep(0)
-                prefill = Prefill()
+                prefill, answer.unread = Prefill(), self.target.restart(prompt_ids)
             self.drafter.start(prompt_ids, answer.sampler, prefill)
             if self.advisor is not None:
                 self.advisor.start(prompt_ids, max_length=num_positions, num_draft_tokens=self.length.most)
@@ -240,7 +248,7 @@ class SpeculativeDecoder:
             block = self.drafter.propose(min(answer.length.begin(), answer.num_left - 1), answer.length)
         if len(answer.unread) > 1 and not block.is_chain:  # with a tree, only one token can be unread
             with watch.part("prefill"):
-                self.target.start(answer.unread[:-1])
+                self.target.forward(answer.unread[:-1], num_rows=1)
             answer.unread = answer.unread[-1:]
         base = self.target.length + len(answer.unread) - 1  # position of the last committed token
         with watch.part("verify" if len(answer.unread) == 1 else "prefill"):

@@ -50,6 +50,8 @@ class CachedModel:
         self.vocab_size = vocab_size
         self.hidden_layers = hidden_layers
         self.cached_ids: list[int] = []
+        self._shared_ids: list[int] = []
+        self._holds_shared = False
         self._config = model.config.get_text_config()
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         refuse_recurrent(model)
@@ -87,6 +89,25 @@ class CachedModel:
         logits, hidden = self._run(list(token_ids[shared:]), num_logits=1)
         return Prefill(logits[-1].float(), hidden)
 
+    def share_prefix(self, token_ids: Sequence[int]) -> None:
+        """Name tokens with which most texts begin: `restart` reads them once."""
+        self.keep(0)
+        self._shared_ids = list(token_ids)
+
+    def restart(self, token_ids: Sequence[int]) -> list[int]:
+        """Roll back for a new text; return the tokens left to read, 1 or more.
+
+        A shared prefix is always read by a forward of its own, so answers do not depend on earlier texts.
+        """
+        size = len(self._shared_ids)
+        if not 0 < size < len(token_ids) or list(token_ids[:size]) != self._shared_ids:
+            size = 0
+        elif not self._holds_shared:
+            self.start(self._shared_ids)
+            self._holds_shared = True
+        self.keep(size)
+        return list(token_ids[size:])
+
     def forward(
         self, token_ids: Sequence[int] | Tensor, block: Block | None = None, *, num_rows: int | None = None
     ) -> tuple[Tensor, HiddenStates | None]:
@@ -119,6 +140,7 @@ class CachedModel:
         """Roll back to the first `length` tokens."""
         self.cache.keep(length)
         del self.cached_ids[length:]
+        self._holds_shared = self._holds_shared and length >= len(self._shared_ids)
 
     def keep_path(self, start: int, rows: list[int]) -> None:
         """Keep the first `start` tokens and, of those after them, the given rows (increasing)."""
