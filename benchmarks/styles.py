@@ -18,7 +18,14 @@ from reprieve.bench.results import common_rows
 from reprieve.engine import TARGET_ONLY
 from reprieve.errors import SpecError
 
-HEAD = ["run", "text", "arm", "answers with the text", "solved where lossless has it", "solved elsewhere"]
+HEAD = [
+    "run",
+    "text",
+    "arm",
+    "answers with the text",
+    "solved, lossless answer has it",
+    "solved, lossless answer has not",
+]
 
 
 def rows_of(folder: Path, text: str) -> list[list[object]]:
@@ -29,18 +36,19 @@ def rows_of(folder: Path, text: str) -> list[list[object]]:
     """
     config = read_run(folder)
     if config.get("num_trials", 1) != 1:
-        raise SpecError(f"{str(folder)!r} has {config['num_trials']} answers per problem; styles need one")
+        raise SpecError(f"{str(folder)!r} must have 1 answer per problem, got num_trials {config['num_trials']}")
     rows = common_rows(config["arms"], read_answers(folder))
     if not rows.get(LOSSLESS):
         raise SpecError(f"{str(folder)!r} holds no finished answers of {LOSSLESS}")
-    marked = [_has(record, text) for (record,) in rows[LOSSLESS]]
+    has_text = [_has(record, text) for (record,) in rows[LOSSLESS]]
+    name = folder.name if folder.parent.name == "journals" else f"{folder.parent.name}/{folder.name}"
     table: list[list[object]] = []
     for arm, problems in rows.items():
         if arm in (TARGET_ONLY, RERUN):
             continue
         records = [record for (record,) in problems]
-        cells = [_solved(records, marked, having) for having in (True, False)]
-        table.append([folder.name, f"`{text}`", f"`{arm}`", sum(_has(record, text) for record in records), *cells])
+        cells = [_solved(records, has_text, wanted) for wanted in (True, False)]
+        table.append([name, f"`{text}`", f"`{arm}`", sum(_has(record, text) for record in records), *cells])
     return table
 
 
@@ -48,9 +56,9 @@ def _has(record: ProblemRecord, text: str) -> bool:
     return record.text.startswith(text[1:]) if text.startswith("^") else text in record.text
 
 
-def _solved(records: list[ProblemRecord], marked: list[bool], having: bool) -> str:
-    chosen = [record.correct for record, mark in zip(records, marked, strict=True) if mark == having]
-    return f"{sum(chosen)} of {len(chosen)}"
+def _solved(records: list[ProblemRecord], has_text: list[bool], wanted: bool) -> str:
+    correct = [record.correct for record, has in zip(records, has_text, strict=True) if has == wanted]
+    return f"{sum(correct)} of {len(correct)}"
 
 
 def main() -> None:

@@ -176,15 +176,20 @@ def certificate_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> 
     rows = [
         [
             f"{threshold:g}",
-            f"{of['num_problems']} ({where})",
-            *(f"{100 * one['observed']:+.1f}, at most {100 * one['upper_bound']:.1f}" for one in (of, *of["risks"])),
+            f"{evidence['num_problems']} ({split})",
+            *(_bounded(risk) for risk in (evidence, *evidence["risks"])),
             f"{tokens:.2f}",
         ]
-        for where, threshold, tokens, of in steps
+        for split, threshold, tokens, evidence in steps
     ]
-    bounded = [{"growth": "longer, %", "unfinished": "more unfinished, points"}[one["name"]] for one in held["risks"]]
-    head = ["threshold", "problems", "lost, points", *bounded, "tokens per round"]
+    names = {"growth": "longer, %", "unfinished": "more unfinished, points"}
+    risks = [names[risk["name"]] for risk in held["risks"]]
+    head = ["threshold", "problems", "lost, points", *risks, "tokens per round"]
     return f"{grid(head, rows)}\n\n{document['statement']}\n`{document['command']}`"
+
+
+def _bounded(risk: Mapping[str, Any]) -> str:
+    return f"{100 * risk['observed']:+.1f}, at most {100 * risk['upper_bound']:.1f}"
 
 
 def share_text(values: list[float] | None) -> str:
@@ -326,7 +331,8 @@ def trimmed(document: Mapping[str, Any]) -> dict[str, Any]:
     if "parts" in document:
         return {field: document[field] for field in (*_KEPT, "parts") if field in document}
     if "made_with" in document:  # a certificate
-        return {**document, "command": document["made_with"]["command"]}
+        parts = {name: {**document[name], "problems": None} for name in ("calibration", "held_out")}
+        return {**document, **parts, "command": document["made_with"]["command"]}
     if "arms" not in document:
         return dict(document)
     shown = [*COLUMNS, *(f"{name}_ci95" for name in COLUMNS), "tokens_vs_lossless"]

@@ -32,7 +32,7 @@ def folder(tmp_path):
 
 
 def test_solved_problems_are_split_by_the_style_of_the_lossless_answer(folder):
-    name = folder.name
+    name = f"{folder.parent.name}/{folder.name}"
     assert rows_of(folder, "print(") == [
         [name, "`print(`", "`lossless`", 3, "1 of 3", "1 of 1"],
         [name, "`print(`", "`margin:delta=1`", 1, "2 of 3", "0 of 1"],

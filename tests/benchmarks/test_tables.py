@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -54,6 +55,29 @@ def made(tmp_path, monkeypatch):
 
 def test_the_docs_match_the_stored_results():
     assert tables.check() == []
+
+
+def test_the_real_pairs_heads_are_trained_before_they_are_used():
+    makefile = (tables.ROOT / "Makefile").read_text()
+    (anywhere,), (on_gpus,) = (
+        re.findall(rf"^{name} := (.*)$", makefile, re.MULTILINE) for name in ("REAL", "REAL_GPU")
+    )
+    trained = set()
+    for name in [*on_gpus.split(), *anywhere.split()]:
+        for command in tables.tables()[name]["run"]:
+            assert set(re.findall(r"judge:path=([\w/-]+)", command)) <= trained, name
+            trained |= set(re.findall(r"^train judge .*--out (\S+)", command))
+    assert len(trained) == 4
+
+
+def test_a_certificate_shows_its_thresholds_and_the_held_out_problems():
+    text = tables.shown("real-certify")
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
+    assert [row[:2] for row in rows] == [
+        ["| 0.5", "1200 (calibration)"], ["| 1", "1200 (calibration)"], ["| 2", "1200 (calibration)"],
+        ["| 2", "700 (held out)"],
+    ]  # fmt: skip
+    assert "`reprieve certify --engine batched" in text and "With 95% confidence, margin:delta=2 loses" in text
 
 
 def test_writing_a_page_makes_it_match_the_results(made):

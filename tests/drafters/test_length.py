@@ -12,7 +12,6 @@ from reprieve.drafters.length import (
     AcceptanceRates,
     FixedLength,
     LearnedLength,
-    StepCosts,
     TreeLength,
     best_length,
 )
@@ -20,6 +19,7 @@ from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import PairError, SpecError
 from reprieve.heads.length import LengthHead
 from reprieve.models import CachedModel, cached_model
+from reprieve.models.cached_model import StepCosts
 from reprieve.rules import parse_rule
 from reprieve.settings import require_draft_tokens
 from tests.kit.tiny import NumberTokenizer, perturbed, random_eagle, random_length, tiny_model
@@ -150,12 +150,12 @@ def test_forwards_are_measured_in_turns_once_for_each_pair(bundled_pair, monkeyp
 
     monkeypatch.setattr(cached_model, "forward_seconds", timed)
     pair = dataclasses.replace(bundled_pair)
-    times = pair.forward_times
-    assert calls == [*seconds] * 4 and pair.forward_times is times
-    assert times == cached_model.ForwardTimes(draft=6.5 / 6, verify=(15 / 6 - 1) / 8)
-    assert DraftModelSettings().costs(pair, times) == StepCosts(times.draft, times.verify)
-    assert EagleSettings().costs(pair, times) == StepCosts(1 / 8, times.verify)
-    assert NgramSettings().costs(pair, times) == StepCosts(0.0, times.verify)
+    measured = pair.measured_costs
+    assert calls == [*seconds] * 4 and pair.measured_costs is measured
+    assert measured == StepCosts(draft=6.5 / 6, verify=(15 / 6 - 1) / 8)
+    assert DraftModelSettings().costs(pair, measured) == measured
+    assert EagleSettings().costs(pair, measured) == StepCosts(1 / 8, measured.verify)
+    assert NgramSettings().costs(pair, measured) == StepCosts(0.0, measured.verify)
 
 
 def test_only_exact_greedy_answers_start_from_earlier_rates():

@@ -288,7 +288,7 @@ class _Measured:
         where = noise = ""
         if self.noise is not None:
             runner = facts.runner and f"({facts.runner})"
-            where = " ".join(filter(None, (" on", facts.engine, facts.engine_version, runner)))
+            where = " on " + " ".join(filter(None, (facts.engine, facts.engine_version, runner)))
             noise = f" {_noise_line(self.noise)}"
         return (
             f"With {100 * promise.confidence:g}% confidence, {self.arm.label} {loses} "

@@ -8,8 +8,8 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from reprieve.drafters.length import DraftLength, RoundLength, StepCosts
-from reprieve.models.cached_model import ForwardTimes
+from reprieve.drafters.length import DraftLength, RoundLength
+from reprieve.models.cached_model import StepCosts
 from reprieve.models.int8 import num_weights
 from reprieve.models.loading import ModelPair
 from reprieve.models.sampling import Sampler
@@ -18,7 +18,10 @@ from reprieve.rules import Rule
 from reprieve.specs import Registry
 from reprieve.types import Block, Outcome, Prefill, Verification
 
-_LARGE = 100_000_000  # parameters; on a CPU, verifying more tokens with a larger target is bound by arithmetic
+# Cost of verifying one more token, in target forwards. On a CPU, large targets are bound by arithmetic: 1.5B
+# parameters take 0.12 in int8 and 0.22 in float32 (docs/measured/real_pair.md).
+_VERIFY, _VERIFY_LARGE = 0.03, 0.15
+_LARGE = 100_000_000  # parameters
 
 
 class Drafter(Protocol):
@@ -96,13 +99,19 @@ class DrafterSettings(ABC):
         """True if its blocks may branch."""
         return False
 
-    def costs(self, pair: ModelPair, times: ForwardTimes | None = None) -> StepCosts:
-        """Return a round's costs, from measured times or, without them, estimated from the models' sizes."""
+    def costs(self, pair: ModelPair, measured: StepCosts | None = None) -> StepCosts:
+        """Return the costs of a round, estimated from the models' sizes where they are not measured."""
+        if measured is not None:
+            return StepCosts(self.draft_cost(pair, measured), measured.verify)
         large = pair.device.type == "cpu" and num_weights(pair.target) > _LARGE
-        return StepCosts(self.draft_cost(pair, times), times.verify if times else 0.15 if large else 0.03)
+        return StepCosts(self.draft_cost(pair, None), _VERIFY_LARGE if large else _VERIFY)
 
-    def draft_cost(self, pair: ModelPair, times: ForwardTimes | None) -> float:
-        """Return the cost of a drafted token, or of a tree level, in target forwards; see `costs`."""
+    def draft_cost(self, pair: ModelPair, measured: StepCosts | None) -> float:
+        """Return the cost of a drafted token, or of a tree level, in target forwards.
+
+        Args:
+            measured: with the draft model; None to estimate.
+        """
         return 0.0
 
     def fingerprints(self, pair: ModelPair) -> dict[str, str]:

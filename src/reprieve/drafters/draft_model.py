@@ -10,7 +10,7 @@ from torch import Tensor
 
 from reprieve.drafters.base import Drafter, DrafterSettings, register_drafter
 from reprieve.drafters.length import DraftLength, RoundLength
-from reprieve.models.cached_model import CachedModel, ForwardTimes, HiddenLayers, require_positions
+from reprieve.models.cached_model import CachedModel, HiddenLayers, StepCosts, require_positions
 from reprieve.models.int8 import num_weights
 from reprieve.models.loading import ModelPair
 from reprieve.models.sampling import Sampler
@@ -34,10 +34,10 @@ class DraftModelSettings(DrafterSettings):
         draft, wanted = pair.cached_draft(tuple(read)), Need.DRAFT_PROBS in rule.traits.needs
         return DraftModelDrafter(draft, pair.device, hidden_layers=layers, keep_logits=wanted)
 
-    def draft_cost(self, pair: ModelPair, times: ForwardTimes | None) -> float:
-        """Estimate: the ratio of weights (memory-bound); off the CPU, at least that of layers (launch-bound)."""
-        if times is not None:
-            return times.draft
+    def draft_cost(self, pair: ModelPair, measured: StepCosts | None) -> float:
+        """See `DrafterSettings`. Estimate: the ratio of weights; off the CPU, at least that of layers."""
+        if measured is not None:
+            return measured.draft
         if pair.draft is None:
             return 0.0
         draft, target = pair.draft, pair.target

@@ -15,7 +15,7 @@ from reprieve.drafters.length import DraftLength, RoundLength, TreeLength
 from reprieve.drafters.pruning import PARAMETERS, Pruning
 from reprieve.errors import SpecError, require_choice
 from reprieve.models.cache import RollbackCache
-from reprieve.models.cached_model import ForwardTimes
+from reprieve.models.cached_model import StepCosts
 from reprieve.models.eagle3 import EagleHead
 from reprieve.models.loading import ModelPair
 from reprieve.models.sampling import Sampler
@@ -102,8 +102,8 @@ class EagleSettings(DrafterSettings):
     def drafts_trees(self) -> bool:
         return self.top_k > 1
 
-    def draft_cost(self, pair: ModelPair, times: ForwardTimes | None) -> float:
-        """Estimate, also with measured times: a head is one layer."""
+    def draft_cost(self, pair: ModelPair, measured: StepCosts | None) -> float:
+        """See `DrafterSettings`. Always estimated: a head is one layer."""
         return 1 / int(pair.target.config.get_text_config().num_hidden_layers)
 
     def fingerprints(self, pair: ModelPair) -> dict[str, str]:

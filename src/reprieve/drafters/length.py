@@ -1,21 +1,21 @@
 """Draft length policies: fixed, from recent acceptance, or predicted by a head.
 
-Policies use measured times and earlier answers only if every K gives the same answer, so a repeated request gives the
-same answer. A sampled token stays in the block, so a decision that depends on it cannot bias the output of a
-lossless check.
+Policies use measured times and earlier answers only if every K gives the same answer, up to rounding, so a repeated
+request gives the same answer. A sampled token stays in the block, so a decision that depends on it cannot bias the
+output of a lossless check.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from reprieve.heads.length import LengthHead
+from reprieve.models.cached_model import StepCosts
 from reprieve.settings import require_draft_tokens
 
 _MEMORY = 0.8  # weight of earlier rounds
@@ -24,19 +24,6 @@ _PRIOR_RATE = 0.95  # prior acceptance rate of a block's first position
 _POSITION_WEIGHT = 8.0  # weight of the previous position's rate, in judged tokens
 _ANSWERS_WEIGHT = 16.0  # weight of the rate over earlier answers, in judged tokens
 _BLOCK_MEMORY = 0.97
-
-
-@dataclass(frozen=True)
-class StepCosts:
-    """Costs of a round beyond one target forward, in target forwards over one token.
-
-    Args:
-        draft: of a drafted token, or of a level of a tree.
-        verify: of verifying one more token.
-    """
-
-    draft: float
-    verify: float
 
 
 class RoundLength(Protocol):
@@ -66,7 +53,6 @@ class TreeLength(RoundLength):
 
     A level is drafted if its probability of being reached is at least its cost in target forwards times the committed
     tokens per target forward so far. A node is verified if its probability of acceptance meets the same test.
-
     """
 
     def __init__(self, costs: StepCosts) -> None:
@@ -204,9 +190,9 @@ class AcceptanceLength(DraftLength):
     Args:
         costs: estimated from the models' sizes.
         drafts_trees: True if blocks can branch; levels and nodes are then selected one by one (`TreeLength`).
-        measure: measures the costs; given if a greedy answer is the same for every K. Greedy answers then use them and
-            start from the acceptance rates of earlier answers. Otherwise K depends on the current answer alone, so that
-            a repeated request gives the same answer.
+        measure: returns measured costs; None unless a greedy answer is the same for every K, up to rounding. Greedy
+            answers then use them, and start from the acceptance rates of earlier answers. Otherwise K depends on the
+            current answer alone, so that a repeated request gives the same answer.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class Pair(ModelPair):
         if head is not None:
             return LearnedLength(head.to(self.device if self.draft is None else self.draft.device))
         if isinstance(num_draft_tokens, str):
-            measure = (lambda: drafter.costs(self, self.forward_times)) if isinstance(rule, LosslessRule) else None
+            measure = (lambda: drafter.costs(self, self.measured_costs)) if isinstance(rule, LosslessRule) else None
             return AcceptanceLength(drafter.costs(self), drafter.drafts_trees, measure=measure)
         assert not isinstance(num_draft_tokens, LengthHead), "length_head returns it"
         return FixedLength(num_draft_tokens)

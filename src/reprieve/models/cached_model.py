@@ -233,12 +233,12 @@ def forward_seconds(model: CachedModel, num_tokens: int, *, num_cached: int = 64
 
 
 @dataclass(frozen=True)
-class ForwardTimes:
-    """Times of a pair's forwards, in target forwards over one token.
+class StepCosts:
+    """Costs of a round beyond one target forward, in target forwards over one token.
 
     Args:
-        draft: of a draft forward over one token; 0 without a draft.
-        verify: of one more token in a target forward.
+        draft: of a drafted token, or of a level of a tree.
+        verify: of verifying one more token.
     """
 
     draft: float
@@ -249,12 +249,12 @@ _TRIALS = 3
 _READ, _BLOCK = 16, 9  # tokens before a trial's forward, and of a verification
 
 
-def measure_forwards(target: CachedModel, draft: CachedModel | None) -> ForwardTimes:
-    """Measure forwards in turns, and take the shortest of each kind."""
+def measure_forwards(target: CachedModel, draft: CachedModel | None) -> StepCosts:
+    """Measure forwards in turns, and take the shortest of each kind. Without a draft, drafting costs nothing."""
     kinds = [(target, 1), (target, _BLOCK), *([] if draft is None else [(draft, 1)])]
     rounds = [[forward_seconds(model, size, num_cached=_READ) for model, size in kinds] for _ in range(1 + _TRIALS)]
     one, block, *drafting = (min(times) for times in zip(*rounds[1:], strict=True))  # the first round warms up
-    return ForwardTimes(sum(drafting) / one, max(0.0, block / one - 1) / (_BLOCK - 1))
+    return StepCosts(sum(drafting) / one, max(0.0, block / one - 1) / (_BLOCK - 1))
 
 
 def same_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:

@@ -19,8 +19,8 @@ from reprieve.errors import PairError, ReprieveError, SpecError, UnsupportedMode
 from reprieve.heads.binding import PairIdentity, digest, tokenizer_fingerprint
 from reprieve.models.cached_model import (
     CachedModel,
-    ForwardTimes,
     HiddenLayers,
+    StepCosts,
     execution_device,
     max_positions,
     measure_forwards,
@@ -149,8 +149,8 @@ class ModelPair:
         return self._eagle_heads[source]
 
     @cached_property
-    def forward_times(self) -> ForwardTimes:
-        """Times of the models' forwards on this machine, measured when first needed."""
+    def measured_costs(self) -> StepCosts:
+        """Costs of drafting with the draft model and of verifying, measured when first needed."""
         return measure_forwards(self.cached_target(), None if self.draft is None else self.cached_draft())
 
     @cached_property
