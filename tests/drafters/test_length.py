@@ -141,7 +141,7 @@ def test_measured_costs_set_the_length_of_exact_greedy_answers_only():
 
 
 def test_forwards_are_measured_in_turns_once_for_each_pair(bundled_pair, monkeypatch):
-    seconds = {("target", 1): 2.0, ("target", 9): 10.0, ("draft", 1): 0.5}
+    seconds = {("target", 1): 2.0, ("target", 5): 10.0, ("draft", 1): 0.5}
     calls = []
 
     def timed(model, num_tokens, *, num_cached):
@@ -152,7 +152,7 @@ def test_forwards_are_measured_in_turns_once_for_each_pair(bundled_pair, monkeyp
     pair = dataclasses.replace(bundled_pair)
     measured = pair.measured_costs
     assert calls == [*seconds] * 4 and pair.measured_costs is measured
-    assert measured == StepCosts(draft=6.5 / 6, verify=(15 / 6 - 1) / 8)
+    assert measured == StepCosts(draft=6.5 / 6, verify=(15 / 6 - 1) / 4)
     assert DraftModelSettings().costs(pair, measured) == measured
     assert EagleSettings().costs(pair, measured) == StepCosts(1 / 8, measured.verify)
     assert NgramSettings().costs(pair, measured) == StepCosts(0.0, measured.verify)

@@ -246,7 +246,7 @@ class StepCosts:
 
 
 _TRIALS = 3
-_READ, _BLOCK = 16, 9  # tokens before a trial's forward, and of a verification
+_READ, _BLOCK = 16, 5  # tokens before a trial's forward, and of a verification
 
 
 def measure_forwards(target: CachedModel, draft: CachedModel | None) -> StepCosts:
