@@ -1,5 +1,7 @@
 """Runs on the batched engine: the local engine's answers, arms kept on the same problems, errors recorded."""
 
+import gc
+
 import pytest
 
 from reprieve.backends.batched import BatchedEngine
@@ -11,6 +13,7 @@ from reprieve.bench.results import summarise
 from reprieve.bench.runner import Runner, run_arms
 from reprieve.bench.settings import RunSettings
 from reprieve.cli.main import main
+from reprieve.engine.batched import BatchedSpeculativeDecoder
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.settings import SamplingSettings
 from reprieve.tasks import load_task
@@ -64,6 +67,23 @@ def test_an_interrupted_run_has_every_arm_on_its_first_problems(bundled_pair, ta
     assert len(runner.records) == 36 and sum(len(labels) == len(arms) for labels in finished.values()) >= 2
     assert runner.measure() and len(runner.records) == 72
     assert len({(record.arm, record.problem_id) for record in runner.records}) == 72
+
+
+def test_ctrl_c_in_a_forward_ends_the_run_without_a_traceback(bundled_pair, task, tmp_path, monkeypatch, caplog):
+    steps = iter(range(3))
+    step = BatchedSpeculativeDecoder.step
+
+    def interrupted(decoder):
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+        step(decoder)
+
+    monkeypatch.setattr(BatchedSpeculativeDecoder, "step", interrupted)
+    engine, arms = engine_of(bundled_pair), arms_of("top_k:k=4")
+    run = Runner(RunConfig.of(engine, arms, SETTINGS), arms, engine, task, tmp_path)
+    assert not run.measure()
+    gc.collect()  # asyncio reports an exception that nobody saw when its task is deleted
+    assert not caplog.records
 
 
 def test_a_failed_forward_is_recorded_and_tried_again(bundled_pair, task, tmp_path, monkeypatch):

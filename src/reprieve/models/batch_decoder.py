@@ -114,6 +114,7 @@ class Stepper(Generic[RequestT, ResultT]):
         done.add_done_callback(self._waiting.discard)
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step())
+            self._stepping.add_done_callback(_retrieve)
         try:
             return await done
         except asyncio.CancelledError:
@@ -129,6 +130,12 @@ class Stepper(Generic[RequestT, ResultT]):
                 self.batch.clear()  # so that the failure does not affect later texts
                 for done in [one for one in self._waiting if not one.done()]:
                     done.set_exception(error)
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    """Mark a task's exception as handled: Ctrl-C in a forward is raised by the event loop too."""
+    if not task.cancelled():
+        task.exception()
 
 
 @dataclass
