@@ -1,10 +1,13 @@
 """The plugin and the local engine decide alike: same pair, same K, same rule, same answers."""
 
 import pytest
+import torch
 from vllm import SamplingParams
 
 from reprieve.engine import SamplingParams as LocalParams
-from tests.vllm.conftest import V2, K, local_decoder, make_llm, use_rule
+from reprieve.engine import load_pair
+from tests.kit.pairs import ARITHMETIC
+from tests.vllm.conftest import V2, K, local_decoder, make_llm, rules_of, use_rule
 
 NUM_PROBLEMS = 2 if V2 else 6
 MAX_TOKENS = 48 if V2 else 200
@@ -56,3 +59,30 @@ def test_greedy_answers_equal_the_local_engines(llm, problems, spec):
         assert rules.num_rescued == 0
     else:
         assert rules.num_rescued > 0 and sum(made.num_rescued for made in local) > 0
+
+
+def test_vllm_may_choose_k_by_the_number_of_running_requests(problems):
+    llm = make_llm("margin:delta=3", num_speculative_tokens_per_batch_size=[(1, 1, K), (2, 16, 3)])
+    pair = load_pair(ARITHMETIC.name)
+    prompts = [problem.prompt for problem in problems[: 2 if V2 else 4]]
+    per_round = []
+    for batch in (prompts[:1], prompts):
+        before = _drafted(llm)
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        for output in llm.generate(batch, params, use_tqdm=False):
+            token_ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+            with torch.inference_mode():
+                logits = pair.target(torch.tensor([token_ids])).logits[0, len(output.prompt_token_ids) - 1 : -1].float()
+            answer = torch.tensor(output.outputs[0].token_ids)
+            gaps = logits.max(-1).values - logits.gather(-1, answer[:, None])[:, 0]
+            assert gaps.max() <= 3 + 1e-3, "every token is the target's own or within the rule's margin"
+        rounds, tokens = (after - earlier for after, earlier in zip(_drafted(llm), before, strict=True))
+        per_round.append(tokens / rounds)
+    assert per_round[0] > 6 > 4 > per_round[1], "K = 8 alone, 3 together"
+    assert rules_of(llm).num_rescued > 0
+
+
+def _drafted(llm):
+    """Rounds with a block, and drafted tokens, so far."""
+    values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    return values["vllm:spec_decode_num_drafts"], values["vllm:spec_decode_num_draft_tokens"]
