@@ -43,6 +43,7 @@ class Drafter(Protocol):
 
     def share_prefix(self, token_ids: Sequence[int]) -> None:
         """Name tokens with which most prompts begin, which it may read once for all of them."""
+        return
 
     def start(self, prompt_ids: Sequence[int], sampler: Sampler, prefill: Prefill) -> None:
         """Reset and start a prompt. With `target_layers`, the target has already read all of it but the last token."""
