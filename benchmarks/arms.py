@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from reprieve.backends.local import LocalEngine
-from reprieve.bench.arms import Arm, make_arm
+from reprieve.bench.arms import LOSSLESS, Arm, make_arm
 from reprieve.bench.engine import RunConfig
+from reprieve.bench.records import read_answers, read_run
+from reprieve.bench.results import Rows, common_rows
 from reprieve.bench.runner import Run, Runner, environment
 from reprieve.bench.settings import RunSettings
 from reprieve.bundles import BUNDLES, Bundle, bundle_of
@@ -69,6 +71,19 @@ def labels_of(pair: Pair, folder: Path) -> LabelStore:
     store = LabelStore(folder)
     store.require_pair(pair.identity)
     return store
+
+
+def paired_rows(folder: Path) -> tuple[dict[str, Any], Rows]:
+    """Return a run's configuration, and the answers of all arms to the problems that all of them answered.
+
+    Raises:
+        SpecError: a run without lossless decoding.
+    """
+    config = read_run(folder)
+    rows = common_rows(config["arms"], read_answers(folder), config.get("num_trials", 1))
+    if not rows.get(LOSSLESS):
+        raise SpecError(f"{str(folder)!r} holds no finished answers of {LOSSLESS}")
+    return config, rows
 
 
 def part(head: Sequence[str], rows: Sequence[Sequence[object]], note: str = "") -> dict[str, Any]:

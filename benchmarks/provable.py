@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from arms import part, run, write_parts
+from arms import paired_rows, part, run, write_parts
 from reprieve.bench.arms import LOSSLESS
-from reprieve.bench.records import ProblemRecord, read_answers, read_run
-from reprieve.bench.results import column, common_rows
+from reprieve.bench.records import ProblemRecord
+from reprieve.bench.results import column
 from reprieve.certify.fixed_sequence import Lengths, losses_of, paired_test, pvalue
 from reprieve.certify.settings import Promise
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
@@ -32,10 +32,7 @@ def rows_of(folder: Path, promise: Promise) -> list[list[object]]:
     Raises:
         SpecError: a run without lossless decoding, or without a limit on answers.
     """
-    config = read_run(folder)
-    rows = common_rows(config["arms"], read_answers(folder), config.get("num_trials", 1))
-    if not rows.get(LOSSLESS):
-        raise SpecError(f"{str(folder)!r} holds no finished answers of {LOSSLESS}")
+    config, rows = paired_rows(folder)
     if (budget := config["prompt"]["max_new_tokens"]) is None:
         raise SpecError(
             f"{str(folder)!r} must be a run with --max-new-tokens, which bounds how much an answer can grow"

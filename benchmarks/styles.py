@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from arms import part, run, write_parts
+from arms import paired_rows, part, run, write_parts
 from reprieve.bench.arms import LOSSLESS, RERUN
-from reprieve.bench.records import ProblemRecord, read_answers, read_run
-from reprieve.bench.results import common_rows
+from reprieve.bench.records import ProblemRecord
 from reprieve.engine import TARGET_ONLY
 from reprieve.errors import SpecError
 
@@ -34,12 +33,9 @@ def rows_of(folder: Path, text: str) -> list[list[object]]:
     Raises:
         SpecError: a run without lossless decoding, or with several answers to a problem.
     """
-    config = read_run(folder)
+    config, rows = paired_rows(folder)
     if config.get("num_trials", 1) != 1:
         raise SpecError(f"{str(folder)!r} must have 1 answer per problem, got num_trials {config['num_trials']}")
-    rows = common_rows(config["arms"], read_answers(folder))
-    if not rows.get(LOSSLESS):
-        raise SpecError(f"{str(folder)!r} holds no finished answers of {LOSSLESS}")
     has_text = [_has(record, text) for (record,) in rows[LOSSLESS]]
     name = folder.name if folder.parent.name == "journals" else f"{folder.parent.name}/{folder.name}"
     table: list[list[object]] = []
