@@ -169,7 +169,6 @@ class SpeculativeDecoder:
             if need in traits.needs and need not in self.drafter.provides:
                 raise SpecError(f"rule {name} needs {words}, which the {self.drafter.name} drafter does not have")
 
-    @torch.inference_mode()
     def share_prefix(self, token_ids: Sequence[int]) -> None:
         """Name tokens with which most prompts begin, such as few-shot examples; they are read once for all answers.
 
