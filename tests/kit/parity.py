@@ -8,10 +8,11 @@ from recipes.arbiter.reinforce import Reinforcement, reinforce, untrained
 from recipes.arbiter.rollouts import RolloutSettings
 from reprieve.drafters import DraftModelDrafter
 from reprieve.engine import SpeculativeDecoder
+from reprieve.engine.batched import BatchedSpeculativeDecoder
 from reprieve.heads.settings import ArbiterShape
 from reprieve.mining.settings import TraceMining
 from reprieve.mining.target import LocalTarget, ResponseFormat
-from reprieve.mining.traces import ArbitrationMiner
+from reprieve.mining.traces import ArbitrationMiner, BatchedTracer, DecoderTracer
 from reprieve.models.batch_decoder import BatchDecoder
 from reprieve.rules import LosslessRule
 from reprieve.settings import PairSettings, SamplingSettings
@@ -37,7 +38,7 @@ class ParityTask(LastWordTask):
         return "odd" if sum(map(int, text.split())) % 2 else "even"
 
 
-def miner_of(pair, *, temperature=0.0, judge=None, num_rollouts=1, **settings):
+def miner_of(pair, *, temperature=0.0, judge=None, num_rollouts=1, batched=False, **settings):
     settings = TraceMining(
         num_draft_tokens=4, num_rollouts=num_rollouts, sampling=SamplingSettings(temperature), seed=5, **settings
     )
@@ -49,7 +50,10 @@ def miner_of(pair, *, temperature=0.0, judge=None, num_rollouts=1, **settings):
         rule = LosslessRule(verification="exact")
         return SpeculativeDecoder(pair.cached_target(), drafter, pair.tokenizer, rule=rule, num_draft_tokens=4)
 
-    return ArbitrationMiner(settings, target, make_decoder, responses, judge)
+    trace = DecoderTracer(target, make_decoder)
+    if batched:
+        trace = BatchedTracer(BatchedSpeculativeDecoder(pair, num_rows=3, num_draft_tokens=4, params=settings.params))
+    return ArbitrationMiner(settings, target, trace, responses, judge)
 
 
 def mine(pair, count=6, **settings):

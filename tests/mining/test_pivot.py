@@ -9,11 +9,14 @@ from functools import partial
 import pytest
 import torch
 
+from reprieve.engine import Pair
+from reprieve.engine.batched import BatchedSpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.mining.building import build
 from reprieve.mining.pivot import (
     NO_VERDICT,
     UNSOUND,
+    BatchedSource,
     Candidate,
     CandidateSource,
     PivotMiner,
@@ -25,7 +28,7 @@ from reprieve.mining.target import Target
 from reprieve.models.cached_model import CachedModel
 from reprieve.settings import PromptSettings, SamplingParams
 from tests.kit.mining import EOS, problem, responses
-from tests.kit.tiny import perturbed, tiny_model
+from tests.kit.tiny import NumberTokenizer, perturbed, tiny_model
 from tests.mining.toys import FakeChat
 
 A, B, C, AB, BC, SPACE = range(1, 7)
@@ -37,7 +40,7 @@ class ListedSource:
     def __init__(self, *steps):
         self.steps = list(steps)
 
-    def next(self, prompt_ids, response_ids, num_left):
+    async def __call__(self, prompt_ids, response_ids, num_left):
         accepted, draft_id, fallback_id = self.steps.pop(0)
         return accepted, None if draft_id is None else Candidate(draft_id, fallback_id)
 
@@ -125,7 +128,8 @@ def test_median_length_picks_the_middle_rollout():
     assert median_length([[1] * 4, [2] * 3, [3], [4] * 2]) == [2] * 3
 
 
-def test_accepted_tokens_and_fallbacks_follow_the_targets_distribution():
+@pytest.mark.parametrize("batched", [False, True])
+def test_accepted_tokens_and_fallbacks_follow_the_targets_distribution(batched):
     """Chi-square over the next token, whether accepted or a fallback."""
     from scipy.stats import chisquare
 
@@ -135,9 +139,18 @@ def test_accepted_tokens_and_fallbacks_follow_the_targets_distribution():
     with torch.inference_mode():
         probs = target(torch.tensor([[3, 1, 2]])).logits[0, -1].softmax(-1)
     counts, num_rejected, size = torch.zeros(8), 0, 1500
-    source = CandidateSource(CachedModel(target), CachedModel(draft), params, block_size=2)
-    for _ in range(size):
-        accepted, candidate = source.next([3, 1], [2], 5)
+    if batched:
+        pair = Pair(target, draft, NumberTokenizer(), "tiny/target", "tiny/draft")
+        source = BatchedSource(BatchedSpeculativeDecoder(pair, num_rows=100, num_draft_tokens=2, params=params))
+
+        async def ask():
+            return await asyncio.gather(*(source([3, 1], [2], 5) for _ in range(size)))
+
+        steps = asyncio.run(ask())
+    else:
+        alone = CandidateSource(CachedModel(target), CachedModel(draft), params, block_size=2)
+        steps = [alone.next([3, 1], [2], 5) for _ in range(size)]
+    for accepted, candidate in steps:
         if not accepted:
             assert candidate is not None
             num_rejected += 1
@@ -145,6 +158,25 @@ def test_accepted_tokens_and_fallbacks_follow_the_targets_distribution():
     assert 0.02 * size < num_rejected < 0.98 * size
     expected = size * probs.double() / probs.double().sum()
     assert chisquare(counts.tolist(), expected.tolist()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("draft_noise", [0.0, 0.3])
+def test_a_batched_source_stops_at_the_first_rejection_or_the_end(draft_noise):
+    target = tiny_model(seed=1, scale=1.2, vocab_size=8)
+    pair = Pair(target, perturbed(target, noise=draft_noise), NumberTokenizer(), "tiny/target", "tiny/draft")
+    params = SamplingParams(temperature=1.0)
+    source = BatchedSource(BatchedSpeculativeDecoder(pair, num_rows=8, num_draft_tokens=3, params=params))
+
+    async def ask():
+        return await asyncio.gather(*(source([3, 1], [2], 11) for _ in range(50)))
+
+    for accepted, candidate in asyncio.run(ask()):
+        if draft_noise == 0.0:
+            assert candidate is None and len(accepted) == 11
+        elif candidate is None:
+            assert len(accepted) == 11
+        else:
+            assert len(accepted) < 11 and candidate.draft_id != candidate.fallback_id
 
 
 @pytest.mark.slow

@@ -73,6 +73,18 @@ def test_greedy_labels_equal_the_targets_greedy_outcomes_of_both_branches(pair, 
     assert min(num.values()) > 5, "each kind of label occurs"
 
 
+def test_traces_of_a_batch_are_those_of_one_prompt_at_a_time(pair, traces):
+    miner = miner_of(pair, batched=True)
+
+    async def mine_all():
+        return await asyncio.gather(*(miner.mine(problem) for problem in ParityTask().problems("train", 8)))
+
+    batched = asyncio.run(mine_all())
+    assert [found.rounds for found in batched] == [found.rounds for found in traces]
+    assert [found.response_ids for found in batched] == [found.response_ids for found in traces]
+    assert any(found.mismatches for found in batched)
+
+
 def test_reached_mismatches_are_separated_from_later_ones(traces):
     for found in traces:
         for mismatch in found.mismatches:

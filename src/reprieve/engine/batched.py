@@ -38,6 +38,21 @@ def refusal(rule: Rule) -> str:
     return ""
 
 
+@dataclass(frozen=True)
+class VerifiedRound:
+    """One round of an answer, for a request that watches its rounds.
+
+    Args:
+        draft_ids: drafted tokens that count, K or fewer.
+        target_ids: the target's most likely token in the place of each.
+        committed: accepted tokens and the target's own.
+    """
+
+    draft_ids: list[int]
+    target_ids: list[int]
+    committed: list[Token]
+
+
 @dataclass(eq=False)
 class Request:
     """One answer to generate.
@@ -46,12 +61,14 @@ class Request:
         prompt_ids: 1 or more tokens.
         rule: with its heads, bound to the tokenizer, on the pair's device.
         on_done: called with the finished answer.
+        on_round: called with each round before it is committed; returns False to drop the answer.
     """
 
     prompt_ids: list[int]
     rule: Rule
     max_new_tokens: int
     on_done: Callable[[Generation], None]
+    on_round: Callable[[VerifiedRound], bool] | None = None
 
 
 @dataclass(eq=False)
@@ -352,6 +369,8 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
         following = self._following(current, num_accepted, rows, scores)
         drafted = current.block.token_ids[rows, 1:]
         counts, nexts, token_ids, matched = to_host(num_accepted, following, drafted, matches)
+        watched = any(slot.request.on_round is not None for slot in current.slots)
+        top_ids = current.logits.argmax(-1).view(-1, self.num_draft_tokens + 1).tolist() if watched else []
         finished: list[_Slot] = []
         for number, (row, slot) in enumerate(zip(current.rows, current.slots, strict=True)):
             cells = slice(number * self.num_draft_tokens, number * self.num_draft_tokens + int(counts[number]))
@@ -360,6 +379,12 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
                 for token_id, match in zip(token_ids[cells], matched[cells], strict=True)
             ]
             committed.append(Token(int(nexts[number]), Provenance.TARGET))
+            if (on_round := slot.request.on_round) is not None:
+                first, size = number * self.num_draft_tokens, current.sizes[number]
+                drafted_ids = [int(token_id) for token_id in token_ids[first : first + size]]
+                if not on_round(VerifiedRound(drafted_ids, top_ids[row][:size], committed)):
+                    self._rows[row] = None
+                    continue
             slot.token_ids += [token.token_id for token in committed]
             if not slot.answer.take_round(committed, current.sizes[number]):
                 self._rows[row] = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,17 +17,27 @@ from reprieve.bench.runner import no_problems
 from reprieve.drafters import DRAFTERS
 from reprieve.drafters.eagle3 import EagleSettings
 from reprieve.engine import Pair
+from reprieve.engine.batched import BatchedSpeculativeDecoder
 from reprieve.engine.processes import load_configured
 from reprieve.errors import SpecError
 from reprieve.heads.binding import PairIdentity
 from reprieve.mining.autojudge import AutoJudgeMiner
 from reprieve.mining.draft import BatchedDraft, Draft, DraftReader, EagleModel
-from reprieve.mining.pivot import CandidateSource, PivotMiner, SoundnessJudge, equation_soundness, model_soundness
+from reprieve.mining.pivot import (
+    PIVOT_BLOCK,
+    BatchedSource,
+    CandidateSource,
+    PivotMiner,
+    SoundnessJudge,
+    Source,
+    equation_soundness,
+    model_soundness,
+)
 from reprieve.mining.served_target import Read, ServedModel, ServedTarget
 from reprieve.mining.settings import AutoJudgeMining, MiningSettings, PivotMining, TraceMining
 from reprieve.mining.store import API_WEIGHTS, ProblemLabels
 from reprieve.mining.target import ApiTarget, LocalTarget, ResponseFormat, Target
-from reprieve.mining.traces import LABELS_VERSION, ArbitrationMiner
+from reprieve.mining.traces import LABELS_VERSION, ArbitrationMiner, BatchedTracer, DecoderTracer, Tracer
 from reprieve.models.batch_decoder import BatchDecoder
 from reprieve.models.cached_model import CachedModel, HiddenLayers, eos_token_ids
 from reprieve.models.eagle3 import EagleHead
@@ -158,18 +168,44 @@ def _miner(settings: MiningSettings, pair: Pair, responses: ResponseFormat, serv
     if isinstance(settings, AutoJudgeMining):
         make_draft = _make_draft(settings, pair, together=served is not None and pair.device.type != "cpu")
         return AutoJudgeMiner(settings, target, make_draft, responses, judge)
+    together = served is None and pair.device.type != "cpu"
     if isinstance(settings, PivotMining):
-
-        def make_source(seed: int) -> CandidateSource:
-            params = dataclasses.replace(settings.params, seed=seed)
-            return CandidateSource(pair.cached_target(), pair.cached_draft(), params)
-
+        make_source = _make_source(settings, pair, target, together=together)
         return PivotMiner(settings, target, make_source, responses, make_soundness(settings.soundness))
     assert isinstance(settings, TraceMining)
-    make_decoder = functools.partial(
-        pair.decoder, "lossless:verification=exact", num_draft_tokens=settings.num_draft_tokens
-    )
-    return ArbitrationMiner(settings, target, make_decoder, responses, judge)
+    if together and settings.sampling.greedy:
+        trace: Tracer = BatchedTracer(_batched_decoder(settings, pair, settings.num_draft_tokens, responses.task.stop))
+    else:
+        rule = "lossless:verification=exact"
+        make_decoder = functools.partial(pair.decoder, rule, num_draft_tokens=settings.num_draft_tokens)
+        trace = DecoderTracer(target, make_decoder)
+    return ArbitrationMiner(settings, target, trace, responses, judge)
+
+
+def _make_source(settings: PivotMining, pair: Pair, target: Target, *, together: bool) -> Callable[[int], Source]:
+    """Return the function that makes a problem's source of candidates from its seed.
+
+    Args:
+        together: verify the drafted tokens of all problems in one batch.
+    """
+    if together:
+        batched = BatchedSource(_batched_decoder(settings, pair, PIVOT_BLOCK, ()))
+        return lambda seed: batched
+
+    def make_source(seed: int) -> Source:
+        params = dataclasses.replace(settings.params, seed=seed)
+        return CandidateSource(pair.cached_target(), pair.cached_draft(), params, apart=target.apart)
+
+    return make_source
+
+
+def _batched_decoder(
+    settings: MiningSettings, pair: Pair, num_draft_tokens: int, stop: Sequence[str]
+) -> BatchedSpeculativeDecoder:
+    """Return a decoder for the walks of a quarter of the problems in flight: the others' texts are being continued."""
+    params = dataclasses.replace(settings.params, stop=tuple(stop))
+    num_rows = -(-settings.in_flight // 4)
+    return BatchedSpeculativeDecoder(pair, num_rows=num_rows, num_draft_tokens=num_draft_tokens, params=params)
 
 
 def _target(settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: TargetServers | None) -> Target:

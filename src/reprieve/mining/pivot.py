@@ -5,7 +5,6 @@ A language model can judge the reasoning of a correct rollout (section 3.3); for
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import re
 from collections.abc import Awaitable, Callable
@@ -13,18 +12,22 @@ from dataclasses import dataclass
 
 import torch
 
+from reprieve.engine.batched import BatchedSpeculativeDecoder, Request, VerifiedRound
 from reprieve.files import parse_json
 from reprieve.mining.settings import PivotMining
 from reprieve.mining.store import MINED, Mismatch, ProblemLabels
 from reprieve.mining.target import Continuations, ResponseFormat, Target, gather_all
+from reprieve.models.batch_decoder import Stepper
 from reprieve.models.cached_model import CachedModel
 from reprieve.models.sampling import Draw, Sampler, UniformDraw
+from reprieve.rules import LosslessRule
 from reprieve.rules.lossless import residual_probs, sampling_accepts
 from reprieve.settings import SamplingParams
 from reprieve.tasks import TaskProblem
 from reprieve.tasks.chat import Chat, ask_until
 
 SOUND, UNSOUND, NO_VERDICT, NOT_ASKED = "sound", "unsound", "no_verdict", ""
+PIVOT_BLOCK = 8  # drafted tokens per verification; affects speed, and changes the random draws
 SoundnessJudge = Callable[[str, str, str], Awaitable[str]]  # question, reference, correct response; to a verdict
 
 
@@ -36,23 +39,44 @@ class Candidate:
     fallback_id: int  # drawn from the residual instead
 
 
+Step = tuple[list[int], Candidate | None]  # accepted tokens, and the rejected token that ended them, if any
+# Goes on with a text: given the prompt, the response so far, and its remaining budget in tokens.
+Source = Callable[[list[int], list[int], int], Awaitable[Step]]
+
+
 class CandidateSource:
-    """Walks one problem's response by speculative sampling and stops at every rejected token.
+    """Walks one problem's response by speculative sampling and stops at every rejected token; a `Source`.
 
     Args:
         target, draft: models with their own caches.
-        block_size: drafted tokens per verification. Affects speed, and changes the random draws.
+        apart: runs what reads the target (`Target.apart`); None runs it here.
+        block_size: drafted tokens per verification.
     """
 
-    def __init__(self, target: CachedModel, draft: CachedModel, params: SamplingParams, *, block_size: int = 8) -> None:
+    def __init__(
+        self,
+        target: CachedModel,
+        draft: CachedModel,
+        params: SamplingParams,
+        *,
+        apart: Callable[[Callable[[], Step]], Awaitable[Step]] | None = None,
+        block_size: int = PIVOT_BLOCK,
+    ) -> None:
         self.target = target
         self.draft = draft
+        self._apart = apart
         self.sampler = Sampler(params, target.device)
         self.block_size = block_size
 
-    @torch.inference_mode()
-    def next(self, prompt_ids: list[int], response_ids: list[int], num_left: int) -> tuple[list[int], Candidate | None]:
+    async def __call__(self, prompt_ids: list[int], response_ids: list[int], num_left: int) -> Step:
         """Return the next accepted tokens of the response, and the rejected token that ended them, if any."""
+        if self._apart is None:
+            return self.next(prompt_ids, response_ids, num_left)
+        return await self._apart(lambda: self.next(prompt_ids, response_ids, num_left))
+
+    @torch.inference_mode()
+    def next(self, prompt_ids: list[int], response_ids: list[int], num_left: int) -> Step:
+        """Do the same at once."""
         text = [*prompt_ids, *response_ids]
         drafted, draft_logits = self._draft(text, min(self.block_size, num_left))
         self.target.start(text[:-1], reuse_prefix=True)
@@ -79,20 +103,51 @@ class CandidateSource:
         return drafted, torch.stack(rows)
 
 
+class BatchedSource:
+    """Candidates of all problems in flight at once, as a `Source`. For accelerators.
+
+    Args:
+        decoder: samples, with a draft; its draws depend on the problems that are in flight together.
+    """
+
+    def __init__(self, decoder: BatchedSpeculativeDecoder) -> None:
+        self._stepper: Stepper[Request, Step] = Stepper(decoder)
+
+    async def __call__(self, prompt_ids: list[int], response_ids: list[int], num_left: int) -> Step:
+        """Return the next accepted tokens of the response, and the rejected token that ended them, if any."""
+
+        def request(finish: Callable[[Step], None]) -> Request:
+            accepted: list[int] = []
+
+            def watch(verified: VerifiedRound) -> bool:
+                *kept, following = (token.token_id for token in verified.committed)
+                accepted.extend(kept)
+                if len(kept) < len(verified.draft_ids):
+                    finish((accepted, Candidate(verified.draft_ids[len(kept)], following)))
+                    return False
+                accepted.append(following)
+                return True
+
+            text = [*prompt_ids, *response_ids]
+            return Request(text, LosslessRule(), num_left, lambda whole: finish((whole.token_ids, None)), watch)
+
+        return await self._stepper.result(request)
+
+
 @dataclass(frozen=True)
 class PivotMiner:
     """Labels a rejected token as a pivot if fewer rollouts that include it reach the right answer.
 
     Args:
         target: continues texts, for rollouts.
-        make_source: makes a problem's `CandidateSource` from its seed.
+        make_source: makes a problem's source from its seed.
         responses: format of responses.
         soundness: judges the median-length correct rollout of a non-pivot and can turn it into a pivot.
     """
 
     settings: PivotMining
     target: Target
-    make_source: Callable[[int], CandidateSource]
+    make_source: Callable[[int], Source]
     responses: ResponseFormat
     soundness: SoundnessJudge | None = None
 
@@ -101,8 +156,7 @@ class PivotMiner:
         walk = _Walk(self, problem)
         response_ids, mismatches = walk.response_ids, []
         while (num_left := self.responses.num_left(response_ids)) > 0:
-            go_on = functools.partial(walk.source.next, walk.texts.prompt_ids, response_ids, num_left)
-            accepted, candidate = await self.target.apart(go_on)
+            accepted, candidate = await walk.source(walk.texts.prompt_ids, response_ids, num_left)
             for token_id in accepted:
                 response_ids.append(token_id)
                 if self.responses.ended(response_ids):

@@ -7,16 +7,20 @@ from rollouts of both branches graded against the right answer.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from reprieve.engine import SpeculativeDecoder
+from reprieve.engine import SamplingParams, SpeculativeDecoder
+from reprieve.engine.batched import BatchedSpeculativeDecoder, Request, VerifiedRound
 from reprieve.mining.pivot import seeded_draw
 from reprieve.mining.settings import TraceMining
 from reprieve.mining.store import MINED, Mismatch, ProblemLabels, TracedRound
 from reprieve.mining.target import Continuations, ResponseFormat, Target, gather_all
+from reprieve.models.batch_decoder import Stepper
+from reprieve.rules import LosslessRule
 from reprieve.tasks import TaskProblem
 from reprieve.tasks.chat import Chat, ask_until
 from reprieve.types import Generation
@@ -51,6 +55,85 @@ def soft_label(draft_utility: float, target_utility: float, *, tie: float) -> fl
 
 
 @dataclass(frozen=True)
+class Traced:
+    """Response by plain speculative decoding, and its rounds with drafted tokens, without labels."""
+
+    response_ids: list[int]
+    rounds: list[TracedRound]
+
+
+Tracer = Callable[[list[int], SamplingParams], Awaitable[Traced]]  # given a prompt
+
+
+class DecoderTracer:
+    """Traces one prompt at a time, as a `Tracer`.
+
+    Args:
+        target: whose thread runs the decoder.
+        make_decoder: makes a plain speculative decoder (`lossless:verification=exact`) with the settings' K.
+    """
+
+    def __init__(self, target: Target, make_decoder: Callable[[], SpeculativeDecoder]) -> None:
+        self._target = target
+        self._make_decoder = make_decoder
+        self._decoders = threading.local()
+
+    async def __call__(self, prompt_ids: list[int], params: SamplingParams) -> Traced:
+        """Return the rounds of one response."""
+        return await self._target.apart(lambda: self._trace(prompt_ids, params))
+
+    def _trace(self, prompt_ids: list[int], params: SamplingParams) -> Traced:
+        if not hasattr(self._decoders, "decoder"):  # each thread has its own, because decoders have caches
+            self._decoders.decoder = self._make_decoder()
+        generation: Generation = self._decoders.decoder.generate(prompt_ids, params, trace=True)
+        assert generation.trace is not None
+        starts = itertools.accumulate((len(traced.committed) for traced in generation.trace), initial=0)
+        rounds = [
+            unlabelled(start, traced.drafted_ids, traced.target_ids)
+            for start, traced in zip(starts, generation.trace, strict=False)
+            if traced.drafted_ids
+        ]
+        return Traced(generation.token_ids, rounds)
+
+
+class BatchedTracer:
+    """Traces all problems in flight at once, as a `Tracer`. For accelerators; greedy only.
+
+    Args:
+        decoder: with the settings' K and the task's stop texts.
+    """
+
+    def __init__(self, decoder: BatchedSpeculativeDecoder) -> None:
+        self._stepper: Stepper[Request, Traced] = Stepper(decoder)
+
+    async def __call__(self, prompt_ids: list[int], params: SamplingParams) -> Traced:
+        """Return the rounds of one response."""
+
+        def request(finish: Callable[[Traced], None]) -> Request:
+            rounds: list[TracedRound] = []
+            length = 0
+
+            def watch(verified: VerifiedRound) -> bool:
+                nonlocal length
+                if verified.draft_ids:
+                    rounds.append(unlabelled(length, verified.draft_ids, verified.target_ids))
+                length += len(verified.committed)
+                return True
+
+            def done(generation: Generation) -> None:
+                finish(Traced(generation.token_ids, rounds))
+
+            return Request(prompt_ids, LosslessRule(), params.max_new_tokens, done, watch)
+
+        return await self._stepper.result(request)
+
+
+def unlabelled(start: int, draft_ids: Sequence[int], target_ids: Sequence[int]) -> TracedRound:
+    """Return a round without labels."""
+    return TracedRound(start, tuple(draft_ids), tuple(target_ids), (None,) * len(draft_ids))
+
+
+@dataclass(frozen=True)
 class ArbitrationMiner:
     """Traces one problem's rounds under plain speculative decoding and labels their mismatches.
 
@@ -59,23 +142,15 @@ class ArbitrationMiner:
 
     Args:
         target: continues texts.
-        make_decoder: makes a plain speculative decoder (`lossless:verification=exact`) with the settings' K.
+        trace: traces a response.
         judge: language model that scores both candidates (`score_branches`); None compares rollouts instead.
     """
 
     settings: TraceMining
     target: Target
-    make_decoder: Callable[[], SpeculativeDecoder]
+    trace: Tracer
     responses: ResponseFormat
     judge: Chat | None = None
-    _decoders: threading.local = field(default_factory=threading.local, repr=False)
-
-    def _decoder(self) -> SpeculativeDecoder:
-        """Return this thread's own decoder, because decoders have caches."""
-        if not hasattr(self._decoders, "decoder"):
-            self._decoders.decoder = self.make_decoder()
-        decoder: SpeculativeDecoder = self._decoders.decoder
-        return decoder
 
     async def mine(self, problem: TaskProblem) -> ProblemLabels:
         """Trace and label one problem."""
@@ -86,32 +161,21 @@ class ArbitrationMiner:
             stop=tuple(self.responses.task.stop),
         )
         prompt_ids = self.responses.encode_prompt(problem)
-        generation = await self.target.apart(lambda: self._decoder().generate(prompt_ids, params, trace=True))
-        branches = _Branches(self, problem, generation)
-        rounds = await gather_all(branches.label(traced) for traced in _rounds(generation))
+        traced = await self.trace(prompt_ids, params)
+        branches = _Branches(self, problem, traced.response_ids)
+        rounds = await gather_all(branches.label(one) for one in traced.rounds)
         return ProblemLabels(
             problem_id=problem.problem_id,
             status=MINED,
             prompt_ids=tuple(prompt_ids),
             target_ids=(),
-            response_ids=tuple(generation.token_ids),
-            target_answer=self.responses.answer(generation.token_ids),
+            response_ids=tuple(traced.response_ids),
+            target_answer=self.responses.answer(traced.response_ids),
             mismatches=tuple(_reached(rounds)),
-            num_generated=branches.texts.num_generated + len(generation.tokens),
+            num_generated=branches.texts.num_generated + len(traced.response_ids),
             source="arbitration",
             rounds=tuple(rounds),
         )
-
-
-def _rounds(generation: Generation) -> Iterable[TracedRound]:
-    """Yield the rounds with drafted tokens, without labels."""
-    start = 0
-    assert generation.trace is not None
-    for traced in generation.trace:
-        if traced.drafted_ids:
-            nothing = (None,) * len(traced.drafted_ids)
-            yield TracedRound(start, tuple(traced.drafted_ids), tuple(traced.target_ids), nothing)
-        start += len(traced.committed)
 
 
 def _reached(rounds: Iterable[TracedRound]) -> Iterable[Mismatch]:
@@ -135,12 +199,12 @@ def _reached(rounds: Iterable[TracedRound]) -> Iterable[Mismatch]:
 class _Branches:
     """Branches of one problem and their utilities; known continuations are reused."""
 
-    def __init__(self, miner: ArbitrationMiner, problem: TaskProblem, generation: Generation) -> None:
+    def __init__(self, miner: ArbitrationMiner, problem: TaskProblem, response_ids: list[int]) -> None:
         self.miner = miner
         self.settings = miner.settings
         self.responses = miner.responses
         self.problem = problem
-        self.response_ids = generation.token_ids
+        self.response_ids = response_ids
         self.seed = self.settings.problem_seed(problem.problem_id)
         self.texts = Continuations(miner.target, miner.responses, problem)
         # Whole responses, and the position from which each is greedy; earlier tokens may be sampled or forced.

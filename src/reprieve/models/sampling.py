@@ -75,8 +75,19 @@ def _processors(params: SamplingParams, temperature: float) -> LogitsProcessorLi
     if params.top_k > 0:
         processors.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1.0:
-        processors.append(TopPLogitsWarper(params.top_p))
+        processors.append(_TopP(params.top_p))
     return processors
+
+
+class _TopP(TopPLogitsWarper):
+    """transformers' top-p; after top-k it sorts only the tokens that are left, not the whole vocabulary."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        num_left = int((scores > -math.inf).sum(-1).amax())
+        if num_left * _SPARSE >= scores.shape[-1]:
+            return super().__call__(input_ids, scores)
+        left, columns = scores.topk(num_left)
+        return torch.full_like(scores, -math.inf).scatter(-1, columns, super().__call__(input_ids, left))
 
 
 @dataclass(frozen=True)
@@ -122,15 +133,15 @@ def choose(scores: Tensor, draws: Sequence[Draw | None], texts: Sequence[Sequenc
         draws: draw of each text; None for its most likely token.
         texts: tokens of each text so far.
     """
-    chosen: list[Tensor | None] = [None] * len(draws)
+    chosen = [0] * len(draws)
     for kind, pick in ((UniformDraw, _by_uniforms), (GumbelNoise, _by_noise), (type(None), _likeliest)):
         rows = [row for row, draw in enumerate(draws) if isinstance(draw, kind)]
         if rows:
             part = scores if len(rows) == len(draws) else scores[rows]
             picked = pick(part, [draws[row] for row in rows], [texts[row] for row in rows])
-            for row, token in zip(rows, picked, strict=True):
-                chosen[row] = token
-    return [int(token_id) for token_id in torch.stack([token for token in chosen if token is not None]).tolist()]
+            for row, token_id in zip(rows, picked.tolist(), strict=True):
+                chosen[row] = token_id
+    return chosen
 
 
 def gumbel_choice(scores: Tensor, keys: Sequence[int]) -> Tensor:
