@@ -117,7 +117,9 @@ def test_a_resumed_run_does_not_repeat_its_draws(bundled_pair, task, tmp_path):
     ("spec", "reason"),
     [
         ("margin@K=auto", "engine batched needs a number of draft tokens, such as @K=8, got auto"),
-        ("margin@drafter=ngram", "engine batched needs the drafter draft, got ngram"),
+        ("margin@drafter=ngram", "engine batched needs the drafter draft or eagle3, got ngram"),
+        ("margin@drafter=eagle3", "engine batched drafts chains: add top_k=1 to eagle3"),
+        ("margin@drafter=eagle3:top_k=1,prune=entropy", "engine batched drafts chains"),
         ("direct:top_k:k=4", "direct: needs --engine local"),
         ("vllm:block", "is vLLM's own method: use --engine vllm"),
         ("lossless:verification=block", "needs block verification"),

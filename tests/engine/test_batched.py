@@ -8,12 +8,22 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from reprieve.engine import Pair, SamplingParams
+from reprieve.drafters import EagleDrafter, EagleSettings
+from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.engine.batched import BatchedSpeculativeDecoder, Request
 from reprieve.errors import ContextOverflowError, SpecError, UnsupportedModelError
 from reprieve.rules import parse_rule
 from reprieve.types import Provenance
-from tests.kit.tiny import ARCHITECTURES, VOCAB_SIZE, NumberTokenizer, perturbed, random_head, tiny_model, with_heads
+from tests.kit.tiny import (
+    ARCHITECTURES,
+    VOCAB_SIZE,
+    NumberTokenizer,
+    perturbed,
+    random_eagle,
+    random_head,
+    tiny_model,
+    with_heads,
+)
 
 PROMPTS = [[5], [7, 8], list(range(2, 22)), list(range(30, 40)), [1] * 33]
 RULES = (
@@ -71,6 +81,53 @@ def test_mixed_rules_give_the_local_engines_rounds(kind):
     assert origins == set(Provenance)
 
 
+@pytest.mark.parametrize("draft_vocab_size", [None, 30])
+def test_chains_of_an_eagle_head_give_the_local_engines_rounds(draft_vocab_size):
+    """Rows join and leave at different times, so each has its own cached tokens and unread states."""
+    pair = pair_of()
+    head = random_eagle(pair.target, draft_vocab_size=draft_vocab_size)
+    specs = (
+        "lossless",
+        "margin:delta=2",
+        "fuzzy:threshold=0.3",
+        "top_k:k=3",
+        "typical",
+        "judge:path=memory,threshold=0.5",
+    )
+    requests = [(prompt, rule_of(spec, pair)) for prompt in PROMPTS[1:] for spec in specs]  # the first is one token
+    answers = together(pair, requests, eagle=head)
+    settings = EagleSettings(top_k=1)
+    for (prompt, rule), answer in zip(requests, answers, strict=True):
+        drafter = EagleDrafter(head, vocab_size=pair.vocab_size, settings=settings)
+        target = pair.cached_target(tuple({*drafter.target_layers, *rule.traits.target_layers}))
+        decoder = SpeculativeDecoder(target, drafter, pair.tokenizer, rule=rule, num_draft_tokens=5)
+        assert facts(answer) == facts(decoder.generate(prompt, SamplingParams(max_new_tokens=40))), (rule.spec, prompt)
+    assert {token.provenance for answer in answers for token in answer.tokens} == set(Provenance)
+    (short,) = together(pair, [(PROMPTS[0], rule_of("lossless"))], eagle=head)
+    assert short.token_ids == pair.decoder("lossless").generate(PROMPTS[0], SamplingParams(max_new_tokens=40)).token_ids
+
+
+def test_sampled_chains_of_an_eagle_head_follow_the_target():
+    from scipy.stats import chisquare
+
+    target = tiny_model(seed=1, scale=1.2, vocab_size=8)
+    pair = Pair(target, None, NumberTokenizer(), "tiny/target", None)
+    params = SamplingParams(max_new_tokens=3, temperature=1.0)
+    requests = [([3, 1, 2], parse_rule("lossless"))] * 1500
+    answers = together(pair, requests, params=params, num_rows=100, eagle=random_eagle(target))
+    with torch.inference_mode():
+        first = target(torch.tensor([[3, 1, 2]])).logits[0, -1].softmax(-1).double()
+        after = target(torch.tensor([[3, 1, 2, token] for token in range(8)])).logits[:, -1].softmax(-1).double()
+    second = first @ after
+    for place, probs in enumerate((first, second)):
+        counts = torch.bincount(torch.tensor([answer.token_ids[place] for answer in answers]), minlength=8)
+        assert chisquare(counts.tolist(), (1500 * probs / probs.sum()).tolist()).pvalue > 1e-3
+    assert {token.provenance for answer in answers for token in answer.tokens} == {
+        Provenance.MATCHED,
+        Provenance.TARGET,
+    }
+
+
 def test_ends_inside_blocks_stop_texts_and_budgets():
     pair = pair_of(eos_token_id=9)
     for params in (
@@ -124,6 +181,9 @@ def test_bad_requests_are_refused_by_name():
         BatchedSpeculativeDecoder(
             pair, num_rows=1, num_draft_tokens=2, params=params, rules=[parse_rule("lossless:verification=exact")]
         )
+    rules, eagle = [rule_of("state_arbiter:path=memory,threshold=0.5", pair)], random_eagle(pair.target)
+    with pytest.raises(SpecError, match="draft hidden states, which the eagle3 drafter does not have"):
+        BatchedSpeculativeDecoder(pair, num_rows=1, num_draft_tokens=2, params=params, rules=rules, eagle=eagle)
     alone = Pair(pair.target, None, pair.tokenizer, "tiny/target", None)
     with pytest.raises(SpecError, match="the pair has no draft"):
         BatchedSpeculativeDecoder(alone, num_rows=1, num_draft_tokens=2, params=params)

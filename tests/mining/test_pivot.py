@@ -12,6 +12,7 @@ import torch
 from reprieve.engine import Pair
 from reprieve.engine.batched import BatchedSpeculativeDecoder
 from reprieve.errors import SpecError
+from reprieve.mining import building
 from reprieve.mining.building import build
 from reprieve.mining.pivot import (
     NO_VERDICT,
@@ -23,7 +24,9 @@ from reprieve.mining.pivot import (
     median_length,
     model_soundness,
 )
+from reprieve.mining.runner import mine_problems
 from reprieve.mining.settings import PivotMining
+from reprieve.mining.store import LabelStore
 from reprieve.mining.target import Target
 from reprieve.models.cached_model import CachedModel
 from reprieve.settings import PromptSettings, SamplingParams
@@ -177,6 +180,21 @@ def test_a_batched_source_stops_at_the_first_rejection_or_the_end(draft_noise):
             assert len(accepted) == 11
         else:
             assert len(accepted) < 11 and candidate.draft_id != candidate.fallback_id
+
+
+def test_problems_mined_in_one_batch(monkeypatch, tmp_path):
+    """As on an accelerator: every rejected token of several problems is labelled, again with the same seed."""
+    monkeypatch.setattr(building, "_on_accelerator", lambda pair: True)
+    config = PivotMining(limit=3, prompt=PromptSettings(max_new_tokens=40), num_rollouts=2)
+    stores = []
+    for name in ("one", "two"):
+        bench = build(config)
+        store = LabelStore(tmp_path / name, bench.manifest)
+        report = mine_problems(bench.miner, bench.problems, store, num_in_flight=config.in_flight)
+        assert report.num_mined == 3 and not report.errors
+        stores.append({labels.problem_id: dataclasses.replace(labels, seconds=0) for labels in store.problems()})
+    assert stores[0] == stores[1]
+    assert sum(len(labels.mismatches) for labels in stores[0].values()) >= 3
 
 
 @pytest.mark.slow

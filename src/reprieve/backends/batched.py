@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from reprieve.backends.concurrency import iterate, require_arm_fits, results_of
 from reprieve.backends.settings import SERVED_DRAFT_TOKENS, BatchedSettings
@@ -11,12 +12,13 @@ from reprieve.bench.answering import Answerer, reply_of
 from reprieve.bench.arms import Arm
 from reprieve.bench.engine import EngineFacts, Job, RunConfig
 from reprieve.bench.records import ProblemRecord, Reply
-from reprieve.drafters import DRAFTERS
+from reprieve.drafters import DRAFTERS, EagleSettings
 from reprieve.engine import DRAFT_ONLY, Pair, SamplingParams
 from reprieve.engine.batched import BatchedSpeculativeDecoder, Request, refusal
 from reprieve.engine.text import token_ids_of
 from reprieve.errors import SpecError
 from reprieve.models.batch_decoder import Stepper
+from reprieve.needs import Need
 from reprieve.rules import LosslessRule
 from reprieve.settings import NumDraftTokens
 from reprieve.tasks import Task, TaskProblem
@@ -52,8 +54,14 @@ class BatchedEngine:
         if isinstance(arm.num_draft_tokens, str):
             k = arm.num_draft_tokens
             return f"engine batched needs a number of draft tokens, such as @K={SERVED_DRAFT_TOKENS}, got {k}"
-        if (name := DRAFTERS.make(arm.drafter or drafter).name) != "draft":
-            return f"engine batched needs the drafter draft, got {name}; use --engine local"
+        settings = DRAFTERS.make(arm.drafter or drafter)
+        if isinstance(settings, EagleSettings):
+            if settings.drafts_trees or settings.pruning is not None:
+                return f"engine batched drafts chains: add top_k=1 to {arm.drafter or drafter}, or use --engine local"
+            if Need.DRAFT_HIDDEN in arm.rule.traits.needs:
+                return f"rule {arm.rule.spec} needs draft hidden states, which the eagle3 drafter does not have"
+        elif settings.name != "draft":
+            return f"engine batched needs the drafter draft or eagle3, got {settings.name}; use --engine local"
         return refusal(arm.rule)
 
     def expect(self, arms: Sequence[Arm], drafter: str) -> None:
@@ -68,18 +76,19 @@ class BatchedEngine:
             if reason := self.refusal(arm, config.drafter):
                 raise SpecError(f"{arm.label}: {reason}")
             require_arm_fits(self, arm, config)
-        batches: dict[tuple[bool, int], _Batch] = {}
+        groups = {arm.label: _group(arm, config.drafter) for arm in arms}
+        batches: dict[_Group, _Batch] = {}
 
         async def decode(arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:
-            generation = await batches[_group(arm)].generate(arm, prompt, params)
+            generation = await batches[groups[arm.label]].generate(arm, prompt, params)
             return reply_of(arm, generation, self.tokenizer, params.stop)
 
         answerer = Answerer(config, task, self.tokenizer, decode)
-        for key in {_group(by_label[job.arm]): None for job in jobs}:
-            group = [arm for arm in arms if _group(arm) == key]
+        for key in {groups[job.arm]: None for job in jobs}:
+            group = [arm for arm in arms if groups[arm.label] == key]
             # A resumed run must not repeat the draws that its first answers had.
             params = answerer.params.for_problem(jobs[0].number, jobs[0].trial)
-            num_jobs = sum(_group(by_label[job.arm]) == key for job in jobs)
+            num_jobs = sum(groups[job.arm] == key for job in jobs)
             batches[key] = _Batch(self.pair, group, min(self.num_parallel, num_jobs), params, key)
 
         async def answer(job: Job) -> ProblemRecord:
@@ -93,31 +102,41 @@ class BatchedEngine:
         """See `Engine`; nothing was started."""
 
 
-def _group(arm: Arm) -> tuple[bool, int]:
-    """Return which model decodes an arm alone, if one does, and its K; arms of one group share a batch."""
+class _Group(NamedTuple):
+    """Arms of one group share a batch."""
+
+    draft_alone: bool
+    num_draft_tokens: int
+    drafter: str  # specification; empty for a model alone
+
+
+def _group(arm: Arm, drafter: str) -> _Group:
     if arm.rule is None:
-        return arm.label == DRAFT_ONLY, 0
+        return _Group(arm.label == DRAFT_ONLY, 0, "")
     assert isinstance(arm.num_draft_tokens, int)
-    return False, arm.num_draft_tokens
+    spec = arm.drafter or drafter
+    settings = DRAFTERS.make(spec)
+    depth = settings.depth if isinstance(settings, EagleSettings) else arm.num_draft_tokens
+    return _Group(False, min(arm.num_draft_tokens, depth), spec)
 
 
 class _Batch:
     """A decoder for several arms."""
 
-    def __init__(
-        self, pair: Pair, arms: Sequence[Arm], num_rows: int, params: SamplingParams, group: tuple[bool, int]
-    ) -> None:
+    def __init__(self, pair: Pair, arms: Sequence[Arm], num_rows: int, params: SamplingParams, group: _Group) -> None:
         self._tokenizer = pair.tokenizer
         self._num_ids = pair.num_token_ids
         self._rules = {arm.label: (arm.rule or LosslessRule()).bind(pair.tokenizer).to(pair.device) for arm in arms}
-        draft_alone, num_draft_tokens = group
+        settings = DRAFTERS.make(group.drafter) if group.drafter else None
+        eagle = pair.eagle_head(settings.source(pair.target_name)) if isinstance(settings, EagleSettings) else None
         decoder = BatchedSpeculativeDecoder(
             pair,
             num_rows=num_rows,
-            num_draft_tokens=num_draft_tokens,
+            num_draft_tokens=group.num_draft_tokens,
             params=params,
             rules=list(self._rules.values()),
-            draft_alone=draft_alone,
+            eagle=eagle,
+            draft_alone=group.draft_alone,
         )
         self._stepper: Stepper[Request, Generation] = Stepper(decoder)
 

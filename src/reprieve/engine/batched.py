@@ -14,10 +14,12 @@ from torch import Tensor
 
 from reprieve.engine.answer import Answer
 from reprieve.engine.pair import Pair
+from reprieve.engine.row_drafters import EMPTY, DraftModelRows, EagleRows, NoRowDrafter, RowBlock, RowDrafter, RowText
 from reprieve.engine.text import token_ids_of
 from reprieve.errors import SpecError, require_whole
 from reprieve.models.batch_decoder import TextBatch, TextRow
 from reprieve.models.cached_model import eos_token_ids, require_positions, same_vocabulary
+from reprieve.models.eagle3 import EagleHead
 from reprieve.models.row_model import RowModel, Unread, refuse_varying_positions
 from reprieve.models.sampling import Sampler
 from reprieve.needs import Need
@@ -75,18 +77,8 @@ class Request:
 class _Slot(TextRow[Request]):
     answer: Answer
     budget: RiskBudget
+    num_new: int = 1  # of its last tokens, those that the drafter has not seen
     started: float = field(default_factory=time.perf_counter)
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Drafted tokens of R rows of the caches; values in free rows are undefined."""
-
-    token_ids: Tensor  # [R, K + 1], the last committed token and the drafted ones
-    lengths: Tensor  # [R], tokens of the texts before the drafted ones
-    longest: int  # of the texts with the drafted tokens
-    logits: Tensor | None  # [R, K, V], the draft's; None if nothing reads them
-    hidden: HiddenStates  # [R, K, D] a layer, the draft's
 
 
 @dataclass(frozen=True)
@@ -96,7 +88,7 @@ class _Round:
     rows: list[int]  # [B]
     slots: list[_Slot]  # [B]
     sizes: list[int]  # [B], drafted tokens that count; fewer than K at the end of an answer
-    block: _Block
+    block: RowBlock
     logits: Tensor  # [R * (K + 1), V], the target's after each token
     scores: Tensor  # [R * (K + 1), V], what its tokens are drawn from
     hidden: HiddenStates  # [R * (K + 1), D] a layer, the target's
@@ -111,6 +103,7 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
         num_draft_tokens: K, 0 to 512.
         params: of every answer. All draws come from one generator, so sampled answers depend on their batch.
         rules: all rules that requests name.
+        eagle: EAGLE-3 head that drafts chains; None drafts with the pair's draft model.
         draft_alone: the draft generates the answers alone.
 
     Raises:
@@ -127,6 +120,7 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
         num_draft_tokens: int,
         params: SamplingParams,
         rules: Sequence[Rule] = (),
+        eagle: EagleHead | None = None,
         draft_alone: bool = False,
     ) -> None:
         super().__init__(num_rows)
@@ -134,28 +128,51 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
         for rule in rules:
             if reason := refusal(rule):
                 raise SpecError(reason)
-        if pair.draft is None and (num_draft_tokens or draft_alone):
+        if pair.draft is None and ((num_draft_tokens and eagle is None) or draft_alone):
             raise SpecError("the pair has no draft: num_draft_tokens must be 0")
         self.tokenizer = pair.tokenizer
         self.num_draft_tokens = num_draft_tokens
         self.sampler = Sampler(params, pair.device)
         model = pair.draft if draft_alone and pair.draft is not None else pair.target
-        target_layers = sorted({layer for rule in rules for layer in rule.traits.target_layers})
-        self._target = RowModel(model, num_rows, hidden_layers=target_layers)
-        self._draft: RowModel | None = None
-        if num_draft_tokens and pair.draft is not None:
-            draft_layers = sorted({layer for rule in rules for layer in rule.traits.draft_layers})
-            self._draft = RowModel(pair.draft, num_rows, hidden_layers=draft_layers)
-        self._models = [one for one in (self._target, self._draft) if one is not None]
+        self._vocab_size = pair.vocab_size
+        self._drafter = self._row_drafter(pair, rules, eagle, num_rows, num_draft_tokens)
+        read = {layer for rule in rules for layer in rule.traits.target_layers} | {*self._drafter.target_layers}
+        self._target = RowModel(model, num_rows, hidden_layers=sorted(read))
+        self._models = [self._target, *self._drafter.models]
         for one in self._models:
             refuse_varying_positions(one.model)
         self._known = {rule.spec_without_dial for rule in rules} | {LosslessRule().spec_without_dial}
         self._embed = pair.target.get_input_embeddings()
-        self._vocab_size = pair.vocab_size
         self._num_token_ids = pair.num_token_ids
-        self._sampled = not (self.sampler.greedy or self.sampler.draft_greedy)
-        self._keeps_logits = self._sampled or any(Need.DRAFT_PROBS in rule.traits.needs for rule in rules)
+        self._sampled = not self.sampler.greedy and self._drafter.samples
         self._eos_ids = eos_token_ids(model, pair.tokenizer)
+
+    def _row_drafter(
+        self, pair: Pair, rules: Sequence[Rule], eagle: EagleHead | None, num_rows: int, num_draft_tokens: int
+    ) -> RowDrafter:
+        if not num_draft_tokens:
+            return NoRowDrafter()
+        needs = {need for rule in rules for need in rule.traits.needs}
+        sampled = not (self.sampler.greedy or self.sampler.draft_greedy)
+        if eagle is not None:
+            if Need.DRAFT_HIDDEN in needs:
+                raise SpecError("a rule needs draft hidden states, which the eagle3 drafter does not have")
+            return EagleRows(
+                eagle,
+                num_rows=num_rows,
+                num_draft_tokens=num_draft_tokens,
+                vocab_size=pair.vocab_size,
+                keeps_logits=Need.DRAFT_PROBS in needs,
+            )
+        assert pair.draft is not None
+        layers = sorted({layer for rule in rules for layer in rule.traits.draft_layers})
+        return DraftModelRows(
+            RowModel(pair.draft, num_rows, hidden_layers=layers),
+            self.sampler,
+            num_draft_tokens=num_draft_tokens,
+            vocab_size=pair.vocab_size,
+            keeps_logits=sampled or Need.DRAFT_PROBS in needs,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -189,6 +206,8 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
         positions = block.lengths[:, None] - 1 + torch.arange(self.num_draft_tokens + 1, device=self.device)
         read, hidden = self._target.forward(block.token_ids, positions, longest=block.longest)
         logits = same_vocabulary(read.flatten(0, 1).to(torch.float32, copy=True), self._vocab_size)
+        if self._drafter.target_layers:
+            self._drafter.take(hidden)
         flat = {layer: states.flatten(0, 1) for layer, states in hidden.items()}
         current = _Round(rows, slots, sizes, block, logits, self.sampler.target_scores(logits), flat)
         self._commit(current, *self._decide(current))
@@ -202,49 +221,24 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
         if not admitted:
             return
         unread = [Unread(row, 0, request.prompt_ids[:-1]) for row, request in admitted if len(request.prompt_ids) > 1]
-        for one in self._models:
-            one.prefill(unread)
+        self._target.prefill(unread, self._drafter.take_prompts if self._drafter.target_layers else None)
+        self._drafter.read_prompts(unread)
         longest = max(len(request.prompt_ids) + request.max_new_tokens for _, request in admitted)
-        for one in self._models:
-            one.cache.reserve(longest + self.num_draft_tokens)
+        self._target.cache.reserve(longest + self.num_draft_tokens)
+        self._drafter.reserve(longest + self.num_draft_tokens)
         for row, request in admitted:
             params = replace(self.sampler.params, max_new_tokens=request.max_new_tokens)
             answer = Answer(self.tokenizer, request.prompt_ids, params, self._eos_ids)
             self._rows[row] = _Slot(request, list(request.prompt_ids), answer, RiskBudget.of(request.rule))
 
-    def _propose(self, slots: Sequence[_Slot | None]) -> _Block:
+    def _propose(self, slots: Sequence[_Slot | None]) -> RowBlock:
         """Draft K tokens for each row."""
-        last = [(slot.token_ids[-2:], len(slot.token_ids)) if slot else ([0], 1) for slot in slots]
-        recent = to_device(torch.tensor([[ids[0], ids[-1]] for ids, _ in last]), self.device)
-        lengths = spread([length for _, length in last], torch.long, self.device)
-        longest = max(length for _, length in last) + self.num_draft_tokens
-        chain = [recent[:, 1:]]
-        if self._draft is None:
-            return _Block(chain[0], lengths, longest, None, {})
-        kept: list[Tensor] = []
-        states: dict[int, list[Tensor]] = {layer: [] for layer in self._draft.hidden_layers}
-
-        def keep_states(hidden: HiddenStates) -> None:
-            for layer, part in hidden.items():
-                states[layer].append(part[:, -1:].clone())
-
-        # Always read the second-to-last token again: after a fully accepted block, the draft's cache lacks it.
-        feed, positions = recent, (lengths[:, None] + torch.arange(-2, 0, device=self.device)).clamp_min(0)
-        for step in range(self.num_draft_tokens):
-            read, hidden = self._draft.forward(feed, positions, longest=longest)
-            # A copy, because the next forward overwrites the original.
-            logits = same_vocabulary(read[:, -1].to(torch.float32, copy=True), self._vocab_size)
-            if step:
-                keep_states(hidden)
-            if self._keeps_logits:
-                kept.append(logits)
-            feed = self.sampler.draft_token(logits)[:, None]
-            chain.append(feed)
-            positions = (lengths + step)[:, None]
-        if states:  # the last drafted token is read only if its states are needed
-            keep_states(self._draft.forward(feed, positions, longest=longest)[1])
-        hidden = {layer: torch.cat(parts, 1) for layer, parts in states.items()}
-        return _Block(torch.cat(chain, 1), lengths, longest, torch.stack(kept, 1) if kept else None, hidden)
+        texts = [RowText(slot.token_ids, slot.num_new) if slot else EMPTY for slot in slots]
+        last = [text.token_ids[-2:] for text in texts]
+        recent = to_device(torch.tensor([[ids[0], ids[-1]] for ids in last]), self.device)
+        lengths = [len(text.token_ids) for text in texts]
+        longest = max(lengths) + self.num_draft_tokens
+        return self._drafter.propose(texts, recent, spread(lengths, torch.long, self.device), longest)
 
     def _decide(self, current: _Round) -> tuple[Tensor, Tensor, Tensor]:
         """Decide on the drafted tokens.
@@ -325,7 +319,7 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
             noise=self.sampler.uniforms(len(token_ids)) if Need.NOISE in needs else None,
             node_hidden={layer: states[judges + 1] for layer, states in current.hidden.items()},
             parent_hidden={layer: states[judges] for layer, states in current.hidden.items()},
-            draft_hidden={layer: states[rows, columns] for layer, states in block.hidden.items()},
+            draft_hidden={layer: states[rows, columns] for layer, states in (block.hidden or {}).items()},
             token_embeddings=self._embed(token_ids) if reads_embeddings else None,
             top_embeddings=self._embed(scores.argmax(-1)) if reads_embeddings else None,
             answer_positions=spread(places, torch.long, self.device) if Need.ANSWER_POSITIONS in needs else None,
@@ -386,6 +380,7 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
                     self._rows[row] = None
                     continue
             slot.token_ids += [token.token_id for token in committed]
+            slot.num_new = len(committed)
             if not slot.answer.take_round(committed, current.sizes[number]):
                 self._rows[row] = None
                 finished.append(slot)

@@ -166,9 +166,9 @@ def _miner(settings: MiningSettings, pair: Pair, responses: ResponseFormat, serv
         pair = dataclasses.replace(pair, read=target.read, num_candidates=settings.num_candidates)
     judge = make_chat(settings.judge) if settings.judge else None
     if isinstance(settings, AutoJudgeMining):
-        make_draft = _make_draft(settings, pair, together=served is not None and pair.device.type != "cpu")
+        make_draft = _make_draft(settings, pair, together=served is not None and _on_accelerator(pair))
         return AutoJudgeMiner(settings, target, make_draft, responses, judge)
-    together = served is None and pair.device.type != "cpu"
+    together = served is None and _on_accelerator(pair)
     if isinstance(settings, PivotMining):
         make_source = _make_source(settings, pair, target, together=together)
         return PivotMiner(settings, target, make_source, responses, make_soundness(settings.soundness))
@@ -180,6 +180,11 @@ def _miner(settings: MiningSettings, pair: Pair, responses: ResponseFormat, serv
         make_decoder = functools.partial(pair.decoder, rule, num_draft_tokens=settings.num_draft_tokens)
         trace = DecoderTracer(target, make_decoder)
     return ArbitrationMiner(settings, target, trace, responses, judge)
+
+
+def _on_accelerator(pair: Pair) -> bool:
+    """Return True if one forward over many texts costs less than many small ones."""
+    return pair.device.type != "cpu"
 
 
 def _make_source(settings: PivotMining, pair: Pair, target: Target, *, together: bool) -> Callable[[int], Source]:

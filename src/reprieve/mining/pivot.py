@@ -27,6 +27,7 @@ from reprieve.tasks import TaskProblem
 from reprieve.tasks.chat import Chat, ask_until
 
 SOUND, UNSOUND, NO_VERDICT, NOT_ASKED = "sound", "unsound", "no_verdict", ""
+_TURNS = 4  # steps of the rollouts for each of a `BatchedSource`, whose fixed cost is higher
 PIVOT_BLOCK = 8  # drafted tokens per verification; affects speed, and changes the random draws
 SoundnessJudge = Callable[[str, str, str], Awaitable[str]]  # question, reference, correct response; to a verdict
 
@@ -111,7 +112,7 @@ class BatchedSource:
     """
 
     def __init__(self, decoder: BatchedSpeculativeDecoder) -> None:
-        self._stepper: Stepper[Request, Step] = Stepper(decoder)
+        self._stepper: Stepper[Request, Step] = Stepper(decoder, turns=_TURNS)
 
     async def __call__(self, prompt_ids: list[int], response_ids: list[int], num_left: int) -> Step:
         """Return the next accepted tokens of the response, and the rejected token that ended them, if any."""

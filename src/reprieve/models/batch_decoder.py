@@ -89,10 +89,15 @@ class TextBatch(ABC, Generic[RequestT, RowT]):
 
 
 class Stepper(Generic[RequestT, ResultT]):
-    """Steps a batch until it is idle, for coroutines that wait for its texts."""
+    """Steps a batch until it is idle, for coroutines that wait for its texts.
 
-    def __init__(self, batch: TextBatch[RequestT, Any]) -> None:
+    Args:
+        turns: step once in this many turns of the event loop, so that other batches advance and more texts gather.
+    """
+
+    def __init__(self, batch: TextBatch[RequestT, Any], *, turns: int = 1) -> None:
         self.batch = batch
+        self.turns = turns
         self._waiting: set[asyncio.Future[ResultT]] = set()
         self._stepping: asyncio.Task[None] | None = None
 
@@ -123,7 +128,8 @@ class Stepper(Generic[RequestT, ResultT]):
 
     async def _step(self) -> None:
         while not self.batch.idle:
-            await asyncio.sleep(0)  # texts that start now join the step, and other batches have their turn
+            for _ in range(self.turns):
+                await asyncio.sleep(0)  # texts that start now join the step, and other batches have their turn
             try:
                 self.batch.step()
             except Exception as error:

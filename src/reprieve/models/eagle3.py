@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from safetensors.torch import load
 from torch import Tensor, nn
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import Cache, LlamaConfig, PretrainedConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
@@ -133,7 +133,7 @@ class EagleHead(nn.Module):
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def fuse(self, hidden: HiddenStates) -> Tensor:
-        """Fuse the target's states [n, Dt] of all layers read into one state [n, D]."""
+        """Fuse the target's states [..., Dt] of all layers read into one state [..., D]."""
         states = [hidden[layer].to(self.fc.weight) for layer in self.layers_read]
         if self.fc_norm is not None:
             states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
@@ -159,26 +159,34 @@ class EagleHead(nn.Module):
         return logits, states
 
     def additive_mask(self, visible: Tensor) -> Tensor:
-        """Return the additive mask for `forward` from a bool mask [n, cached + n], True where a token is visible."""
+        """Return the additive mask for `forward` from a bool mask, True where a token is visible.
+
+        Args:
+            visible: [n, columns], or [R, n, columns] for R texts.
+        """
         dtype = self.fc.weight.dtype
         mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-        return mask.masked_fill(~visible, torch.finfo(dtype).min)[None, None]
+        mask = mask.masked_fill(~visible, torch.finfo(dtype).min)
+        return mask.reshape(-1, 1, *mask.shape[-2:])
 
     def forward(
         self,
-        token_ids: Tensor,  # [n], int64, target ids
+        token_ids: Tensor,  # [n], int64, target ids; or [R, n] for R texts, as in all that follows
         states: Tensor,  # [n, D]: fused, or the head's own, of the token before each
         *,
-        cache: RollbackCache,
+        cache: Cache,
         positions: Tensor,  # [n]
         mask: Tensor | None,  # [1, 1, n, cached + n], additive; None for a single token that sees everything
     ) -> tuple[Tensor, Tensor]:  # logits [n, draft_vocab_size], float32; states [n, D] for the next step
-        embeds = self.embed_tokens(token_ids)[None]
-        hidden = states[None]
+        if token_ids.dim() == 1:
+            logits, own = self(token_ids[None], states[None], cache=cache, positions=positions[None], mask=mask)
+            return logits[0], own[0]
+        embeds = self.embed_tokens(token_ids)
+        hidden = states
         extra = {
             "attention_mask": mask,
             "past_key_values": cache,
-            "position_embeddings": self.rotary(hidden, positions[None]),
+            "position_embeddings": self.rotary(hidden, positions),
         }
         first: Any = self.layers[0]
         normed = first.hidden_norm(hidden)
@@ -189,8 +197,7 @@ class EagleHead(nn.Module):
         for layer in self.layers[1:]:
             hidden = layer(hidden, **extra)
         normed = self.norm(hidden)
-        logits = self.lm_head(normed)[0].float()
-        return logits, (normed if self.config.norm_output else hidden)[0]
+        return self.lm_head(normed).float(), normed if self.config.norm_output else hidden
 
 
 def load_eagle3(source: str | Path, target: Any, *, identity: PairIdentity | None = None) -> EagleHead:

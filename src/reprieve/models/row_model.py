@@ -113,20 +113,28 @@ class RowModel:
         return read
 
     @torch.inference_mode()
-    def prefill(self, texts: Sequence[Unread]) -> None:
-        """Read the rest of several texts, in forwards over texts of similar length; nobody needs their logits."""
+    def prefill(
+        self, texts: Sequence[Unread], on_read: Callable[[Sequence[Unread], HiddenStates], None] | None = None
+    ) -> None:
+        """Read the rest of several texts, in forwards over texts of similar length; nobody needs their logits.
+
+        Args:
+            on_read: called with the texts of each forward and their hidden states [r, n, D] by layer, padded.
+        """
         for group in _of_similar_length(texts):
             size = len(group[0].token_ids)
             padded = [text.token_ids + [0] * (size - len(text.token_ids)) for text in group]
             starts = spread([text.start for text in group], torch.long, self.device)
             # Padding is overwritten before any token attends to it.
-            self._run(
+            _, hidden = self._run(
                 to_device(torch.tensor(padded), self.device),
                 starts[:, None] + torch.arange(size, device=self.device),
                 max(text.start for text in group) + size,
                 spread([text.row for text in group], torch.long, self.device),
                 num_logits=1,
             )
+            if on_read is not None:
+                on_read(group, hidden)
 
     def _run(
         self, token_ids: Tensor, positions: Tensor, longest: int, rows: Tensor | int, num_logits: int | None = None

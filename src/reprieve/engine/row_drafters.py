@@ -1,0 +1,246 @@
+"""Drafters of the batched engine: they draft for all rows of the caches at once."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from reprieve.models.cache import RowCache
+from reprieve.models.cached_model import same_vocabulary
+from reprieve.models.eagle3 import EagleHead
+from reprieve.models.row_model import RowModel, Unread
+from reprieve.models.sampling import Sampler
+from reprieve.needs import Need
+from reprieve.transfers import spread, to_device
+from reprieve.types import HiddenStates
+
+
+@dataclass(frozen=True)
+class RowText:
+    """Text of a row.
+
+    Args:
+        token_ids: prompt and answer so far; the target has read all but the last.
+        num_new: how many of the last tokens the drafter has not seen, 1 to K + 1.
+    """
+
+    token_ids: list[int]
+    num_new: int
+
+
+EMPTY = RowText([0], 1)  # of a free row
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Drafted tokens of R rows of the caches; values in free rows are undefined."""
+
+    token_ids: Tensor  # [R, K + 1], the last committed token and the drafted ones
+    lengths: Tensor  # [R], tokens of the texts before the drafted ones
+    longest: int  # of the texts with the drafted tokens
+    logits: Tensor | None = None  # [R, K, V], the draft's; None if nothing reads them
+    hidden: HiddenStates | None = None  # [R, K, D] a layer, the draft's
+
+
+class RowDrafter(ABC):
+    """Drafts K tokens for each row; K = 0 drafts nothing.
+
+    Args:
+        num_draft_tokens: K.
+    """
+
+    provides: frozenset[Need] = frozenset()
+    samples = False  # whether it draws its tokens
+    target_layers: tuple[int, ...] = ()  # layers of the target that `take` reads
+    models: tuple[RowModel, ...] = ()  # of its own
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        self.num_draft_tokens = num_draft_tokens
+
+    def read_prompts(self, unread: Sequence[Unread]) -> None:
+        """Read prompts without their last token, after the target has read them."""
+        return
+
+    def take_prompts(self, texts: Sequence[Unread], hidden: HiddenStates) -> None:
+        """Take the target's states of some prompts, [len(texts), n, D] a layer, padded at the end."""
+        return
+
+    def reserve(self, length: int) -> None:
+        """Make room for texts of `length` tokens."""
+        return
+
+    def take(self, hidden: HiddenStates) -> None:
+        """Take the target's states of a verified block, [R, K + 1, D] a layer."""
+        return
+
+    @abstractmethod
+    def propose(self, texts: Sequence[RowText], recent: Tensor, lengths: Tensor, longest: int) -> RowBlock:
+        """Draft a block.
+
+        Args:
+            texts: of all R rows.
+            recent: their last two tokens, [R, 2].
+            lengths: their lengths, [R].
+            longest: length of the longest, with K drafted tokens.
+        """
+
+
+class NoRowDrafter(RowDrafter):
+    """Drafts nothing: the target alone answers."""
+
+    provides = frozenset({Need.DRAFT_PROBS, Need.DRAFT_HIDDEN})  # no tokens, so no rule lacks an input
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def propose(self, texts: Sequence[RowText], recent: Tensor, lengths: Tensor, longest: int) -> RowBlock:
+        """See `RowDrafter`."""
+        return RowBlock(recent[:, 1:], lengths, longest)
+
+
+class DraftModelRows(RowDrafter):
+    """Drafts with the pair's draft model.
+
+    Args:
+        model: the draft; its `hidden_layers` are those that blocks carry.
+        keeps_logits: let blocks carry the logits.
+    """
+
+    provides = frozenset({Need.DRAFT_PROBS, Need.DRAFT_HIDDEN})
+
+    def __init__(
+        self, model: RowModel, sampler: Sampler, *, num_draft_tokens: int, vocab_size: int, keeps_logits: bool
+    ) -> None:
+        super().__init__(num_draft_tokens)
+        self.model = model
+        self.models = (model,)
+        self.sampler = sampler
+        self.samples = not sampler.draft_greedy
+        self.vocab_size = vocab_size
+        self.keeps_logits = keeps_logits
+
+    def read_prompts(self, unread: Sequence[Unread]) -> None:
+        """See `RowDrafter`."""
+        self.model.prefill(unread)
+
+    def reserve(self, length: int) -> None:
+        """See `RowDrafter`."""
+        self.model.cache.reserve(length)
+
+    def propose(self, texts: Sequence[RowText], recent: Tensor, lengths: Tensor, longest: int) -> RowBlock:
+        """See `RowDrafter`."""
+        chain = [recent[:, 1:]]
+        kept: list[Tensor] = []
+        states: dict[int, list[Tensor]] = {layer: [] for layer in self.model.hidden_layers}
+
+        def keep_states(hidden: HiddenStates) -> None:
+            for layer, part in hidden.items():
+                states[layer].append(part[:, -1:].clone())
+
+        # Always read the second-to-last token again: after a fully accepted block, the draft's cache lacks it.
+        feed, positions = recent, (lengths[:, None] + torch.arange(-2, 0, device=lengths.device)).clamp_min(0)
+        for step in range(self.num_draft_tokens):
+            read, hidden = self.model.forward(feed, positions, longest=longest)
+            # A copy, because the next forward overwrites the original.
+            logits = same_vocabulary(read[:, -1].to(torch.float32, copy=True), self.vocab_size)
+            if step:
+                keep_states(hidden)
+            if self.keeps_logits:
+                kept.append(logits)
+            feed = self.sampler.draft_token(logits)[:, None]
+            chain.append(feed)
+            positions = (lengths + step)[:, None]
+        if states:  # the last drafted token is read only if its states are needed
+            keep_states(self.model.forward(feed, positions, longest=longest)[1])
+        hidden = {layer: torch.cat(parts, 1) for layer, parts in states.items()}
+        return RowBlock(torch.cat(chain, 1), lengths, longest, torch.stack(kept, 1) if kept else None, hidden)
+
+
+class EagleRows(RowDrafter):
+    """Drafts chains with an EAGLE-3 head: its most likely tokens, not draws, as `EagleDrafter` with `top_k=1`.
+
+    The head reads a token together with the target's state of the token before it, so a prompt of one token, which has
+    none, gets an arbitrary first block.
+
+    Args:
+        head: on the target's device.
+        num_rows: rows of the caches.
+        keeps_logits: let blocks carry the logits over the whole vocabulary.
+    """
+
+    provides = frozenset({Need.DRAFT_PROBS})
+
+    def __init__(
+        self, head: EagleHead, *, num_rows: int, num_draft_tokens: int, vocab_size: int, keeps_logits: bool
+    ) -> None:
+        super().__init__(num_draft_tokens)
+        self.head = head
+        self.target_layers = head.layers_read
+        self.vocab_size = vocab_size
+        self.keeps_logits = keeps_logits
+        weight = head.fc.weight
+        self.device = weight.device
+        self._target_ids = head.target_ids
+        self._cache = RowCache(num_rows, head.config.layer.num_hidden_layers)
+        shape = num_rows, num_draft_tokens + 1, len(weight)
+        self._states = torch.zeros(shape, dtype=weight.dtype, device=self.device)  # before each new token of a row
+
+    def take_prompts(self, texts: Sequence[Unread], hidden: HiddenStates) -> None:
+        """See `RowDrafter`."""
+        states = self.head.fuse(hidden)
+        rows = spread([text.row for text in texts], torch.long, self.device)
+        last = spread([len(text.token_ids) - 1 for text in texts], torch.long, self.device)
+        self._states[rows, 0] = states[torch.arange(len(texts), device=self.device), last]
+        size = states.shape[1] - 1  # the head does not read the first token
+        if size:
+            padded = [(text.token_ids[1:] + [0] * size)[:size] for text in texts]
+            positions = torch.arange(size, device=self.device).expand(len(texts), -1)
+            self._read(to_device(torch.tensor(padded), self.device), states[:, :-1], positions, size, rows)
+
+    def reserve(self, length: int) -> None:
+        """See `RowDrafter`."""
+        self._cache.reserve(length)
+
+    def take(self, hidden: HiddenStates) -> None:
+        """See `RowDrafter`."""
+        states = self.head.fuse(hidden)
+        self._states[: len(states)] = states
+
+    def propose(self, texts: Sequence[RowText], recent: Tensor, lengths: Tensor, longest: int) -> RowBlock:
+        """See `RowDrafter`."""
+        counts = [text.num_new for text in texts]
+        size = max(counts)
+        padded = [text.token_ids[-text.num_new :] + [0] * (size - text.num_new) for text in texts]
+        new = spread(counts, torch.long, self.device)
+        # A token is at the head's position before its own. What padding writes is overwritten before it is read.
+        first = (lengths - new - 1).clamp_min(0)
+        positions = first[:, None] + torch.arange(size, device=self.device)
+        feed, states = to_device(torch.tensor(padded), self.device), self._states[: len(texts), :size]
+        logits, states = self._read(feed, states, positions, longest)
+        rows = torch.arange(len(texts), device=self.device)
+        logits, states = logits[rows, new - 1], states[rows, new - 1]
+        chain, kept = [recent[:, 1:]], []
+        for step in range(self.num_draft_tokens):
+            if step:
+                read, after = self._read(chain[-1], states[:, None], (lengths + step - 2)[:, None], longest)
+                logits, states = read[:, 0], after[:, 0]
+            chain.append(self._target_ids[logits.argmax(-1)][:, None])
+            if self.keeps_logits:
+                whole = torch.full((len(texts), self.vocab_size), -math.inf, device=self.device)
+                whole[:, self._target_ids] = logits
+                kept.append(whole)
+        return RowBlock(torch.cat(chain, 1), lengths, longest, torch.stack(kept, 1) if kept else None)
+
+    def _read(
+        self, token_ids: Tensor, states: Tensor, positions: Tensor, longest: int, rows: Tensor | int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Return the head's logits [R, n, draft_vocab_size] and states [R, n, D] after tokens [R, n]."""
+        self._cache.place(rows, positions, longest)
+        mask = self.head.additive_mask(positions[:, :, None] >= torch.arange(longest, device=self.device))
+        read: tuple[Tensor, Tensor] = self.head(token_ids, states, cache=self._cache, positions=positions, mask=mask)
+        return read
