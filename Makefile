@@ -15,7 +15,7 @@ VLLM_RUNS := v1/test_engines.py $(V2_TESTS:%=v2/%) $(filter-out %/test_engines.p
 EAGLE := speculators hs-connectors loguru
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 REAL := real-gsm8k-brief-vllm real-judge real-humaneval real-length real-styles real-provable
-REAL_GPU := real-gsm8k-brief real-gsm8k-plain real-certify real-humaneval-gpu
+REAL_GPU := real-gsm8k-brief real-gsm8k-plain real-certify real-humaneval-gpu real-pad
 CODE := src tests benchmarks recipes examples
 
 .PHONY: demo real-pair gpu test test-slow test-all test-vllm check style types docs setup benchmark tables dist clean $(VLLM_RUNS)
