@@ -53,20 +53,20 @@ def test_a_batch_gives_the_local_engines_answers(bundled_pair, task, tmp_path):
 
 def test_an_interrupted_run_has_every_arm_on_its_first_problems(bundled_pair, task, tmp_path):
     arms, engine = arms_of(*SPECS), engine_of(bundled_pair, parallel=2)
-    settings = RunSettings(task="arithmetic", limit=12)
+    settings = RunSettings(task="arithmetic", limit=8)
     runner = Runner(RunConfig.of(engine, arms, settings), arms, engine, task, tmp_path)
 
     def interrupt(done, total):
-        if done == 36:
+        if done == 24:
             raise KeyboardInterrupt
 
     assert not runner.measure(progress=interrupt)
     finished = {}
     for record in runner.records:
         finished.setdefault(record.problem_id, set()).add(record.arm)
-    assert len(runner.records) == 36 and sum(len(labels) == len(arms) for labels in finished.values()) >= 2
-    assert runner.measure() and len(runner.records) == 72
-    assert len({(record.arm, record.problem_id) for record in runner.records}) == 72
+    assert len(runner.records) == 24 and sum(len(labels) == len(arms) for labels in finished.values()) >= 2
+    assert runner.measure() and len(runner.records) == 48
+    assert len({(record.arm, record.problem_id) for record in runner.records}) == 48
 
 
 def test_ctrl_c_in_a_forward_ends_the_run_without_a_traceback(bundled_pair, task, tmp_path, monkeypatch, caplog):
@@ -118,8 +118,8 @@ def test_a_resumed_run_does_not_repeat_its_draws(bundled_pair, task, tmp_path):
     [
         ("margin@K=auto", "engine batched needs a number of draft tokens, such as @K=8, got auto"),
         ("margin@drafter=ngram", "engine batched needs the drafter draft or eagle3, got ngram"),
-        ("margin@drafter=eagle3", "engine batched drafts chains: add top_k=1 to eagle3"),
-        ("margin@drafter=eagle3:top_k=1,prune=entropy", "engine batched drafts chains"),
+        ("margin@drafter=eagle3:top_k=4", "engine batched drafts chains: top_k of the drafter must be 1, got 4"),
+        ("margin@drafter=eagle3:top_k=1,prune=entropy", "the drafter must not prune, got prune=entropy"),
         ("direct:top_k:k=4", "direct: needs --engine local"),
         ("vllm:block", "is vLLM's own method: use --engine vllm"),
         ("lossless:verification=block", "needs block verification"),

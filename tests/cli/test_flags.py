@@ -149,6 +149,7 @@ def test_a_runs_configuration_repeats_the_run(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     arms = ["--arm", "margin:delta=3", "--arm", "top_k:k=4"]
     sampled = ["--temperature", "1", "--top-p", "0.9", "--seed", "7", "--trials", "2"]
+    sampled += ["--max-new-tokens", "60"]
     assert main(["bench", *SMALL, *arms, *sampled, "--limit", "2", "--num-draft-tokens", "4", "--out", str(first)]) == 0
     assert main(["bench", "--config", str(first / "config.yaml"), "--out", str(second)]) == 0
 

@@ -56,7 +56,13 @@ def together(pair, requests, *, params=None, num_rows=7, num_draft_tokens=5, **k
     made = {}
     for number, (prompt, rule) in enumerate(requests):
         decoder.submit(
-            Request(prompt, rule, params.max_new_tokens, lambda one, number=number: made.update({number: one}))
+            Request(
+                prompt,
+                rule,
+                params.max_new_tokens,
+                lambda one, number=number: made.update({number: one}),
+                seed=1000 * params.seed + number,
+            )
         )
     while not decoder.idle:
         decoder.step()
@@ -94,7 +100,7 @@ def test_chains_of_an_eagle_head_give_the_local_engines_rounds(draft_vocab_size)
         "typical",
         "judge:path=memory,threshold=0.5",
     )
-    requests = [(prompt, rule_of(spec, pair)) for prompt in PROMPTS[1:] for spec in specs]  # the first is one token
+    requests = [(prompt, rule_of(spec, pair)) for prompt in [*PROMPTS, PROMPTS[0]] for spec in specs]
     answers = together(pair, requests, eagle=head)
     settings = EagleSettings(top_k=1)
     for (prompt, rule), answer in zip(requests, answers, strict=True):
@@ -103,8 +109,6 @@ def test_chains_of_an_eagle_head_give_the_local_engines_rounds(draft_vocab_size)
         decoder = SpeculativeDecoder(target, drafter, pair.tokenizer, rule=rule, num_draft_tokens=5)
         assert facts(answer) == facts(decoder.generate(prompt, SamplingParams(max_new_tokens=40))), (rule.spec, prompt)
     assert {token.provenance for answer in answers for token in answer.tokens} == set(Provenance)
-    (short,) = together(pair, [(PROMPTS[0], rule_of("lossless"))], eagle=head)
-    assert short.token_ids == pair.decoder("lossless").generate(PROMPTS[0], SamplingParams(max_new_tokens=40)).token_ids
 
 
 def test_sampled_chains_of_an_eagle_head_follow_the_target():
@@ -113,7 +117,7 @@ def test_sampled_chains_of_an_eagle_head_follow_the_target():
     target = tiny_model(seed=1, scale=1.2, vocab_size=8)
     pair = Pair(target, None, NumberTokenizer(), "tiny/target", None)
     params = SamplingParams(max_new_tokens=3, temperature=1.0)
-    requests = [([3, 1, 2], parse_rule("lossless"))] * 1500
+    requests = [([3, 1, 2], parse_rule("lossless"))] * 1500  # each with its own seed
     answers = together(pair, requests, params=params, num_rows=100, eagle=random_eagle(target))
     with torch.inference_mode():
         first = target(torch.tensor([[3, 1, 2]])).logits[0, -1].softmax(-1).double()

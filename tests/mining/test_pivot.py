@@ -28,9 +28,11 @@ from reprieve.mining.runner import mine_problems
 from reprieve.mining.settings import PivotMining
 from reprieve.mining.store import LabelStore
 from reprieve.mining.target import Target
+from reprieve.models.batch_decoder import Stepper
 from reprieve.models.cached_model import CachedModel
-from reprieve.settings import PromptSettings, SamplingParams
+from reprieve.settings import PairSettings, PromptSettings, SamplingParams
 from tests.kit.mining import EOS, problem, responses
+from tests.kit.pairs import ARITHMETIC
 from tests.kit.tiny import NumberTokenizer, perturbed, tiny_model
 from tests.mining.toys import FakeChat
 
@@ -131,23 +133,24 @@ def test_median_length_picks_the_middle_rollout():
     assert median_length([[1] * 4, [2] * 3, [3], [4] * 2]) == [2] * 3
 
 
+@pytest.mark.parametrize("draft_temperature", [None, 0.0])
 @pytest.mark.parametrize("batched", [False, True])
-def test_accepted_tokens_and_fallbacks_follow_the_targets_distribution(batched):
+def test_accepted_tokens_and_fallbacks_follow_the_targets_distribution(batched, draft_temperature):
     """Chi-square over the next token, whether accepted or a fallback."""
     from scipy.stats import chisquare
 
     target = tiny_model(seed=1, scale=1.2, vocab_size=8)
     draft = perturbed(target, noise=0.3)
-    params = SamplingParams(temperature=1.0)
+    params = SamplingParams(temperature=1.0, draft_temperature=draft_temperature)
     with torch.inference_mode():
         probs = target(torch.tensor([[3, 1, 2]])).logits[0, -1].softmax(-1)
     counts, num_rejected, size = torch.zeros(8), 0, 1500
     if batched:
         pair = Pair(target, draft, NumberTokenizer(), "tiny/target", "tiny/draft")
-        source = BatchedSource(BatchedSpeculativeDecoder(pair, num_rows=100, num_draft_tokens=2, params=params))
+        stepper = Stepper(BatchedSpeculativeDecoder(pair, num_rows=100, num_draft_tokens=2, params=params))
 
         async def ask():
-            return await asyncio.gather(*(source([3, 1], [2], 5) for _ in range(size)))
+            return await asyncio.gather(*(BatchedSource(stepper, seed)([3, 1], [2], 5) for seed in range(size)))
 
         steps = asyncio.run(ask())
     else:
@@ -168,10 +171,10 @@ def test_a_batched_source_stops_at_the_first_rejection_or_the_end(draft_noise):
     target = tiny_model(seed=1, scale=1.2, vocab_size=8)
     pair = Pair(target, perturbed(target, noise=draft_noise), NumberTokenizer(), "tiny/target", "tiny/draft")
     params = SamplingParams(temperature=1.0)
-    source = BatchedSource(BatchedSpeculativeDecoder(pair, num_rows=8, num_draft_tokens=3, params=params))
+    stepper = Stepper(BatchedSpeculativeDecoder(pair, num_rows=8, num_draft_tokens=3, params=params))
 
     async def ask():
-        return await asyncio.gather(*(source([3, 1], [2], 11) for _ in range(50)))
+        return await asyncio.gather(*(BatchedSource(stepper, seed)([3, 1], [2], 11) for seed in range(50)))
 
     for accepted, candidate in asyncio.run(ask()):
         if draft_noise == 0.0:
@@ -183,18 +186,23 @@ def test_a_batched_source_stops_at_the_first_rejection_or_the_end(draft_noise):
 
 
 def test_problems_mined_in_one_batch(monkeypatch, tmp_path):
-    """As on an accelerator: every rejected token of several problems is labelled, again with the same seed."""
+    """As on an accelerator. Labels do not depend on the other problems in flight, nor on an interruption."""
     monkeypatch.setattr(building, "_on_accelerator", lambda pair: True)
-    config = PivotMining(limit=3, prompt=PromptSettings(max_new_tokens=40), num_rollouts=2)
-    stores = []
-    for name in ("one", "two"):
-        bench = build(config)
+    pair = PairSettings(ARITHMETIC.name, dtype="float32")
+    config = PivotMining(
+        limit=3, task="arithmetic", pair=pair, prompt=PromptSettings(max_new_tokens=24), num_rollouts=2
+    )
+    found = []
+    for name, num_in_flight, limits in (("together", 3, (3,)), ("resumed", 1, (1, 3))):
+        bench = build(dataclasses.replace(config, num_in_flight=num_in_flight))
         store = LabelStore(tmp_path / name, bench.manifest)
-        report = mine_problems(bench.miner, bench.problems, store, num_in_flight=config.in_flight)
-        assert report.num_mined == 3 and not report.errors
-        stores.append({labels.problem_id: dataclasses.replace(labels, seconds=0) for labels in store.problems()})
-    assert stores[0] == stores[1]
-    assert sum(len(labels.mismatches) for labels in stores[0].values()) >= 3
+        for limit in limits:
+            problems = bench.problems[:limit]
+            report = mine_problems(bench.miner, problems, store, num_in_flight=num_in_flight)
+            assert not report.errors and len(store.done()) == limit
+        found.append({labels.problem_id: dataclasses.replace(labels, seconds=0) for labels in store.problems()})
+    assert found[0] == found[1]
+    assert sum(len(labels.mismatches) for labels in found[0].values()) >= 3
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def mined(settings, folder):
 
 
 def small(limit):
-    return {"task": "arithmetic", "pair": PAIR, "limit": limit}
+    return {"task": "arithmetic", "pair": PAIR, "limit": limit, "prompt": PromptSettings(max_new_tokens=48)}
 
 
 def on(server):
@@ -102,8 +102,8 @@ def test_end_tokens_and_chat_template_come_from_the_targets_files(tmp_path):
 
 
 def test_a_server_that_dies_during_a_walk_loses_no_labels(bundled_pair, tmp_path):
-    settings = TraceMining(limit=3, task="arithmetic", pair=PAIR, num_draft_tokens=4, num_in_flight=1)
-    with PairServer(bundled_pair, dies_after=60) as server:
+    settings = TraceMining(**small(3), num_draft_tokens=4, num_in_flight=1)
+    with PairServer(bundled_pair, dies_after=30) as server:
         bench = build(dataclasses.replace(settings, answering=on(server)))
         store = LabelStore(tmp_path, bench.manifest)
         with pytest.raises(EngineError, match="run again to go on"):
@@ -152,7 +152,7 @@ def test_more_candidates_than_servers_return_are_refused(kind, top_k):
 
 
 def test_traces_on_a_server_equal_local_traces(bundled_pair, tmp_path):
-    settings = TraceMining(limit=2, task="arithmetic", pair=PAIR, num_draft_tokens=4)
+    settings = TraceMining(**small(2), num_draft_tokens=4)
     _, ours = mined(settings, tmp_path / "local")
     with PairServer(bundled_pair) as server:
         _, theirs = mined(dataclasses.replace(settings, answering=on(server)), tmp_path / "served")

@@ -27,7 +27,7 @@ from reprieve.mining.building import build
 from reprieve.mining.runner import mine_problems
 from reprieve.mining.settings import AutoJudgeMining, PivotMining, TraceMining
 from reprieve.mining.store import LabelStore
-from reprieve.settings import PairSettings
+from reprieve.settings import PairSettings, PromptSettings
 from reprieve.tasks import load_task
 from reprieve.tasks.prompting import with_prompts
 from tests.kit.pairs import ARITHMETIC
@@ -37,6 +37,7 @@ pytestmark = pytest.mark.skipif(V2, reason="these start servers; V2's interprete
 SMALL = "max_model_len=512,max_num_seqs=16"
 PAIR = PairSettings(ARITHMETIC.name, dtype="float32")
 VLLM = EngineSettings(f"vllm:{SMALL}")
+SHORT = PromptSettings(max_new_tokens=48)
 MARK = f"REPRIEVE_TESTS={os.getpid()}"  # in the environment of every process that these tests start
 
 
@@ -109,14 +110,14 @@ def test_one_server_answers_every_threshold_and_the_strict_arm(tmp_path):
 
 
 def test_a_run_loses_nothing_if_its_server_is_killed(tmp_path):
-    few = EngineSettings(f"vllm:{SMALL},parallel=4")  # otherwise all might be answered before the sixth is reported
+    few = EngineSettings(f"vllm:{SMALL},parallel=2")  # otherwise all might be answered before the fourth is reported
     with pytest.raises(EngineError, match="answers are kept, run again to go on"):
-        measured(tmp_path, 20, engine=few, progress=lambda done, total: kill_servers() if done == 6 else None)
+        measured(tmp_path, 8, engine=few, progress=lambda done, total: kill_servers() if done == 4 else None)
     before = [(record.arm, record.problem_id) for record in RecordFile(tmp_path / "problems.jsonl").records]
-    assert 6 <= len(before) < 60
-    run, _ = measured(tmp_path, 20)
+    assert 4 <= len(before) < 24
+    run, _ = measured(tmp_path, 8)
     after = [(record.arm, record.problem_id) for record in run.records]
-    assert after[: len(before)] == before and len(after) == len(set(after)) == 60
+    assert after[: len(before)] == before and len(after) == len(set(after)) == 24
     assert not any(record.error for record in run.records)
 
 
@@ -132,31 +133,31 @@ def mined(settings, folder, *, in_flight, progress=lambda done, total: None):
 
 
 def test_mining_loses_nothing_if_its_server_is_killed(tmp_path):
-    settings = AutoJudgeMining(limit=5, task="arithmetic", pair=PAIR, answering=VLLM)
+    settings = AutoJudgeMining(limit=3, task="arithmetic", pair=PAIR, answering=VLLM)
     with pytest.raises(EngineError, match="labelled problems are kept, run again to go on"):
         mined(settings, tmp_path, in_flight=2, progress=lambda done, total: kill_servers())
     before = LabelStore(tmp_path).problems()
     report = mined(settings, tmp_path, in_flight=2)
     after = {problem.problem_id: problem for problem in LabelStore(tmp_path).problems()}
-    assert 1 <= len(before) < 5 == len(after) and report.num_mined == 5 - len(before)
+    assert 1 <= len(before) < 3 == len(after) and report.num_mined == 3 - len(before)
     assert all(after[problem.problem_id] == problem for problem in before)
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        TraceMining(limit=3, task="arithmetic", pair=PAIR, num_draft_tokens=8),
+        TraceMining(limit=2, task="arithmetic", pair=PAIR, prompt=SHORT, num_draft_tokens=8),
         # With alpha 0 nothing is a pivot, so the walk does not depend on rollouts, which servers sample differently.
-        PivotMining(limit=3, task="arithmetic", pair=PAIR, num_rollouts=2, alpha=0.0),
+        PivotMining(limit=2, task="arithmetic", pair=PAIR, prompt=SHORT, num_rollouts=2, alpha=0.0),
     ],
     ids=lambda settings: settings.miner,
 )
 def test_walks_on_a_server_equal_local_walks(tmp_path, settings):
     found = []
     for name, answering in (("local", EngineSettings()), ("served", VLLM)):
-        mined(dataclasses.replace(settings, answering=answering), tmp_path / name, in_flight=3)
+        mined(dataclasses.replace(settings, answering=answering), tmp_path / name, in_flight=2)
         found.append(sorted(LabelStore(tmp_path / name).problems(), key=lambda problem: problem.problem_id))
-    assert len(found[1]) == 3 and all(problem.mismatches for problem in found[1])
+    assert len(found[1]) == 2 and all(problem.mismatches for problem in found[1])
     for ours, theirs in zip(*found, strict=True):
         places = [[(item.position, item.draft_id, item.target_id) for item in x.mismatches] for x in (ours, theirs)]
         assert places[0] == places[1] and ours.response_ids == theirs.response_ids

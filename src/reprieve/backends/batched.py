@@ -18,7 +18,6 @@ from reprieve.engine.batched import BatchedSpeculativeDecoder, Request, refusal
 from reprieve.engine.text import token_ids_of
 from reprieve.errors import SpecError
 from reprieve.models.batch_decoder import Stepper
-from reprieve.needs import Need
 from reprieve.rules import LosslessRule
 from reprieve.settings import NumDraftTokens
 from reprieve.tasks import Task, TaskProblem
@@ -56,13 +55,13 @@ class BatchedEngine:
             return f"engine batched needs a number of draft tokens, such as @K={SERVED_DRAFT_TOKENS}, got {k}"
         settings = DRAFTERS.make(arm.drafter or drafter)
         if isinstance(settings, EagleSettings):
-            if settings.drafts_trees or settings.pruning is not None:
-                return f"engine batched drafts chains: add top_k=1 to {arm.drafter or drafter}, or use --engine local"
-            if Need.DRAFT_HIDDEN in arm.rule.traits.needs:
-                return f"rule {arm.rule.spec} needs draft hidden states, which the eagle3 drafter does not have"
+            if settings.drafts_trees:
+                return f"engine batched drafts chains: top_k of the drafter must be 1, got {settings.top_k}"
+            if settings.prune is not None:
+                return f"engine batched drafts chains: the drafter must not prune, got prune={settings.prune}"
         elif settings.name != "draft":
             return f"engine batched needs the drafter draft or eagle3, got {settings.name}; use --engine local"
-        return refusal(arm.rule)
+        return refusal(arm.rule, eagle=isinstance(settings, EagleSettings))
 
     def expect(self, arms: Sequence[Arm], drafter: str) -> None:
         """See `Engine`; nothing to prepare."""
@@ -86,10 +85,8 @@ class BatchedEngine:
         answerer = Answerer(config, task, self.tokenizer, decode)
         for key in {groups[job.arm]: None for job in jobs}:
             group = [arm for arm in arms if groups[arm.label] == key]
-            # A resumed run must not repeat the draws that its first answers had.
-            params = answerer.params.for_problem(jobs[0].number, jobs[0].trial)
             num_jobs = sum(groups[job.arm] == key for job in jobs)
-            batches[key] = _Batch(self.pair, group, min(self.num_parallel, num_jobs), params, key)
+            batches[key] = _Batch(self.pair, group, min(self.num_parallel, num_jobs), answerer.params, key)
 
         async def answer(job: Job) -> ProblemRecord:
             return await answerer.answer(by_label[job.arm], problems[job.number], job.number, job.trial)
@@ -116,8 +113,8 @@ def _group(arm: Arm, drafter: str) -> _Group:
     assert isinstance(arm.num_draft_tokens, int)
     spec = arm.drafter or drafter
     settings = DRAFTERS.make(spec)
-    depth = settings.depth if isinstance(settings, EagleSettings) else arm.num_draft_tokens
-    return _Group(False, min(arm.num_draft_tokens, depth), spec)
+    limits = (settings.depth, settings.total_tokens) if isinstance(settings, EagleSettings) else ()
+    return _Group(False, min(arm.num_draft_tokens, *limits) if limits else arm.num_draft_tokens, spec)
 
 
 class _Batch:
@@ -144,5 +141,5 @@ class _Batch:
         """Return the answer to a prompt."""
         prompt_ids = token_ids_of(self._tokenizer, prompt, self._num_ids)
         return await self._stepper.result(
-            lambda finish: Request(prompt_ids, self._rules[arm.label], params.max_new_tokens, finish)
+            lambda finish: Request(prompt_ids, self._rules[arm.label], params.max_new_tokens, finish, seed=params.seed)
         )

@@ -256,8 +256,7 @@ class EagleDrafter(Drafter):
             chosen = chosen[spread(kept, torch.long, self.device)]
         logits = None
         if self.keep_logits:
-            logits = torch.full((len(parents), self.vocab_size), -math.inf, device=self.device)
-            logits[:, self._target_ids] = torch.cat(tree.logits)[chosen // self._num_children]
+            logits = self.head.whole_vocabulary(torch.cat(tree.logits)[chosen // self._num_children], self.vocab_size)
         return Block(
             torch.cat(tree.token_ids)[chosen],
             tuple(parents),

@@ -14,14 +14,25 @@ from torch import Tensor
 
 from reprieve.engine.answer import Answer
 from reprieve.engine.pair import Pair
-from reprieve.engine.row_drafters import EMPTY, DraftModelRows, EagleRows, NoRowDrafter, RowBlock, RowDrafter, RowText
+from reprieve.engine.row_drafters import (
+    ACCEPT,
+    FREE_ROW,
+    NOISE,
+    TARGET,
+    DraftModelRows,
+    EagleRows,
+    NoDraftRows,
+    RowBlock,
+    RowDrafter,
+    RowText,
+)
 from reprieve.engine.text import token_ids_of
 from reprieve.errors import SpecError, require_whole
 from reprieve.models.batch_decoder import TextBatch, TextRow
 from reprieve.models.cached_model import eos_token_ids, require_positions, same_vocabulary
 from reprieve.models.eagle3 import EagleHead
 from reprieve.models.row_model import RowModel, Unread, refuse_varying_positions
-from reprieve.models.sampling import Sampler
+from reprieve.models.sampling import Sampler, draw_at, keyed_uniforms
 from reprieve.needs import Need
 from reprieve.rules import LosslessRule, RiskBudget, Rule
 from reprieve.rules.batch import Batch, Row, decide
@@ -33,26 +44,32 @@ from reprieve.types import Context, Generation, HiddenStates, Provenance, Token,
 _SHARE_FREE = 8  # prompts wait until one row in this many is free, and are then read together
 
 
-def refusal(rule: Rule) -> str:
-    """Return the reason why a rule cannot decide for a batch; empty if it can."""
+def refusal(rule: Rule, *, eagle: bool = False) -> str:
+    """Return the reason why a rule cannot decide for a batch; empty if it can.
+
+    Args:
+        eagle: an EAGLE-3 head drafts.
+    """
     if rule.traits.check != "token":
         return f"engine batched verifies token by token; {rule.spec} needs {rule.traits.check} verification"
+    if eagle and Need.DRAFT_HIDDEN in rule.traits.needs:
+        return f"rule {rule.spec} needs draft hidden states, which the eagle3 drafter does not have"
     return ""
 
 
 @dataclass(frozen=True)
 class VerifiedRound:
-    """One round of an answer, for a request that watches its rounds.
+    """One round of an answer.
 
     Args:
         draft_ids: drafted tokens that count, K or fewer.
-        target_ids: the target's most likely token in the place of each.
-        committed: accepted tokens and the target's own.
+        target_ids: the target's most likely token at the position of each.
+        tokens: accepted tokens and the target's own; they can continue past the end of the answer.
     """
 
     draft_ids: list[int]
     target_ids: list[int]
-    committed: list[Token]
+    tokens: list[Token]
 
 
 @dataclass(eq=False)
@@ -63,7 +80,8 @@ class Request:
         prompt_ids: 1 or more tokens.
         rule: with its heads, bound to the tokenizer, on the pair's device.
         on_done: called with the finished answer.
-        on_round: called with each round before it is committed; returns False to drop the answer.
+        on_round: called with each round before it is committed; returns False to drop the answer, without `on_done`.
+        seed: of its draws, which do not depend on the other answers in the batch.
     """
 
     prompt_ids: list[int]
@@ -71,13 +89,14 @@ class Request:
     max_new_tokens: int
     on_done: Callable[[Generation], None]
     on_round: Callable[[VerifiedRound], bool] | None = None
+    seed: int = 0
 
 
 @dataclass(eq=False)
 class _Slot(TextRow[Request]):
     answer: Answer
     budget: RiskBudget
-    num_new: int = 1  # of its last tokens, those that the drafter has not seen
+    num_new: int = 1  # last tokens that the drafter has not read
     started: float = field(default_factory=time.perf_counter)
 
 
@@ -89,6 +108,7 @@ class _Round:
     slots: list[_Slot]  # [B]
     sizes: list[int]  # [B], drafted tokens that count; fewer than K at the end of an answer
     block: RowBlock
+    lengths: Tensor  # [R], tokens of the texts before the drafted ones
     logits: Tensor  # [R * (K + 1), V], the target's after each token
     scores: Tensor  # [R * (K + 1), V], what its tokens are drawn from
     hidden: HiddenStates  # [R * (K + 1), D] a layer, the target's
@@ -101,7 +121,7 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
         pair: the models; the target alone answers if `num_draft_tokens` is 0.
         num_rows: answers in one forward, 1 or more.
         num_draft_tokens: K, 0 to 512.
-        params: of every answer. All draws come from one generator, so sampled answers depend on their batch.
+        params: of every answer; its seed is not used.
         rules: all rules that requests name.
         eagle: EAGLE-3 head that drafts chains; None drafts with the pair's draft model.
         draft_alone: the draft generates the answers alone.
@@ -126,7 +146,7 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
         super().__init__(num_rows)
         require_whole("num_draft_tokens", num_draft_tokens, 0, 512)
         for rule in rules:
-            if reason := refusal(rule):
+            if reason := refusal(rule, eagle=eagle is not None):
                 raise SpecError(reason)
         if pair.draft is None and ((num_draft_tokens and eagle is None) or draft_alone):
             raise SpecError("the pair has no draft: num_draft_tokens must be 0")
@@ -151,12 +171,10 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
         self, pair: Pair, rules: Sequence[Rule], eagle: EagleHead | None, num_rows: int, num_draft_tokens: int
     ) -> RowDrafter:
         if not num_draft_tokens:
-            return NoRowDrafter()
+            return NoDraftRows()
         needs = {need for rule in rules for need in rule.traits.needs}
         sampled = not (self.sampler.greedy or self.sampler.draft_greedy)
         if eagle is not None:
-            if Need.DRAFT_HIDDEN in needs:
-                raise SpecError("a rule needs draft hidden states, which the eagle3 drafter does not have")
             return EagleRows(
                 eagle,
                 num_rows=num_rows,
@@ -202,14 +220,20 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
         if not rows:
             return
         sizes = [min(self.num_draft_tokens, slot.answer.num_left - 1) for slot in slots]
-        block = self._propose(read_rows)
-        positions = block.lengths[:, None] - 1 + torch.arange(self.num_draft_tokens + 1, device=self.device)
-        read, hidden = self._target.forward(block.token_ids, positions, longest=block.longest)
+        sizes = [size * self._drafter.can_draft(slot.token_ids) for size, slot in zip(sizes, slots, strict=True)]
+        texts = [RowText(slot.token_ids, slot.num_new, slot.request.seed) if slot else FREE_ROW for slot in read_rows]
+        lengths = spread([len(text.token_ids) for text in texts], torch.long, self.device)
+        longest = max(len(text.token_ids) for text in texts) + self.num_draft_tokens
+        last = [text.token_ids[-2:] for text in texts]
+        recent = to_device(torch.tensor([[ids[0], ids[-1]] for ids in last]), self.device)
+        block = self._drafter.propose(texts, recent, lengths, longest)
+        positions = lengths[:, None] - 1 + torch.arange(self.num_draft_tokens + 1, device=self.device)
+        read, hidden = self._target.forward(block.token_ids, positions, longest=longest)
         logits = same_vocabulary(read.flatten(0, 1).to(torch.float32, copy=True), self._vocab_size)
         if self._drafter.target_layers:
-            self._drafter.take(hidden)
+            self._drafter.observe_block(hidden)
         flat = {layer: states.flatten(0, 1) for layer, states in hidden.items()}
-        current = _Round(rows, slots, sizes, block, logits, self.sampler.target_scores(logits), flat)
+        current = _Round(rows, slots, sizes, block, lengths, logits, self.sampler.target_scores(logits), flat)
         self._commit(current, *self._decide(current))
 
     def _admit(self) -> None:
@@ -221,7 +245,7 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
         if not admitted:
             return
         unread = [Unread(row, 0, request.prompt_ids[:-1]) for row, request in admitted if len(request.prompt_ids) > 1]
-        self._target.prefill(unread, self._drafter.take_prompts if self._drafter.target_layers else None)
+        self._target.prefill(unread, self._drafter.observe_prompts if self._drafter.target_layers else None)
         self._drafter.read_prompts(unread)
         longest = max(len(request.prompt_ids) + request.max_new_tokens for _, request in admitted)
         self._target.cache.reserve(longest + self.num_draft_tokens)
@@ -230,15 +254,6 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
             params = replace(self.sampler.params, max_new_tokens=request.max_new_tokens)
             answer = Answer(self.tokenizer, request.prompt_ids, params, self._eos_ids)
             self._rows[row] = _Slot(request, list(request.prompt_ids), answer, RiskBudget.of(request.rule))
-
-    def _propose(self, slots: Sequence[_Slot | None]) -> RowBlock:
-        """Draft K tokens for each row."""
-        texts = [RowText(slot.token_ids, slot.num_new) if slot else EMPTY for slot in slots]
-        last = [text.token_ids[-2:] for text in texts]
-        recent = to_device(torch.tensor([[ids[0], ids[-1]] for ids in last]), self.device)
-        lengths = [len(text.token_ids) for text in texts]
-        longest = max(lengths) + self.num_draft_tokens
-        return self._drafter.propose(texts, recent, spread(lengths, torch.long, self.device), longest)
 
     def _decide(self, current: _Round) -> tuple[Tensor, Tensor, Tensor]:
         """Decide on the drafted tokens.
@@ -302,10 +317,15 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
             draft_scores = self.sampler.draft_scores(draft_logits)
             if self._sampled:
                 proposal_probs = gather_token(draft_scores.softmax(-1), token_ids)
-        reads_embeddings = Need.EMBEDDINGS in needs
+        reads_embeddings, layers = Need.EMBEDDINGS in needs, slots[0].request.rule.traits.target_layers
         before = [len(slot.answer.tokens) for slot in slots]
         sizes = [current.sizes[number] for number in members]
         places = [first + column for first, size in zip(before, sizes, strict=True) for column in range(size)]
+
+        def draws(purpose: int) -> Tensor:
+            seeds = [slot.request.seed for slot, size in zip(slots, sizes, strict=True) for _ in range(size)]
+            return keyed_uniforms(spread(seeds, torch.long, self.device), current.lengths[rows] + columns, purpose)
+
         return Batch(
             token_ids=token_ids,
             block_sizes=sizes,
@@ -315,10 +335,10 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
             proposal_probs=proposal_probs,
             draft_scores=draft_scores,
             draft_logits=draft_logits,
-            uniforms=None if self.sampler.greedy else self.sampler.uniforms(len(token_ids)),
-            noise=self.sampler.uniforms(len(token_ids)) if Need.NOISE in needs else None,
-            node_hidden={layer: states[judges + 1] for layer, states in current.hidden.items()},
-            parent_hidden={layer: states[judges] for layer, states in current.hidden.items()},
+            uniforms=None if self.sampler.greedy else draws(ACCEPT),
+            noise=draws(NOISE) if Need.NOISE in needs else None,
+            node_hidden={layer: current.hidden[layer][judges + 1] for layer in layers},
+            parent_hidden={layer: current.hidden[layer][judges] for layer in layers},
             draft_hidden={layer: states[rows, columns] for layer, states in (block.hidden or {}).items()},
             token_embeddings=self._embed(token_ids) if reads_embeddings else None,
             top_embeddings=self._embed(scores.argmax(-1)) if reads_embeddings else None,
@@ -354,7 +374,8 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
             refused = num_accepted < spread(current.sizes, torch.long, self.device)
             refused &= spread(keeps, torch.bool, self.device)
             probs = torch.where(refused[:, None], left, probs)
-        return self.sampler.draw(probs)
+        seeds = spread([slot.request.seed for slot in current.slots], torch.long, self.device)
+        return draw_at(probs, keyed_uniforms(seeds, current.lengths[rows] + num_accepted, TARGET))
 
     def _commit(self, current: _Round, accepts: Tensor, matches: Tensor, scores: Tensor) -> None:
         """Add the accepted tokens and the target's own to the answers; the host waits once, here."""
@@ -362,9 +383,10 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
         num_accepted = accepts.long().cumprod(-1).sum(-1)
         following = self._following(current, num_accepted, rows, scores)
         drafted = current.block.token_ids[rows, 1:]
-        counts, nexts, token_ids, matched = to_host(num_accepted, following, drafted, matches)
-        watched = any(slot.request.on_round is not None for slot in current.slots)
-        top_ids = current.logits.argmax(-1).view(-1, self.num_draft_tokens + 1).tolist() if watched else []
+        top_ids = drafted[:0]
+        if any(slot.request.on_round is not None for slot in current.slots):
+            top_ids = current.logits.argmax(-1).view(-1, self.num_draft_tokens + 1)[rows, :-1]
+        counts, nexts, token_ids, matched, likeliest = to_host(num_accepted, following, drafted, matches, top_ids)
         finished: list[_Slot] = []
         for number, (row, slot) in enumerate(zip(current.rows, current.slots, strict=True)):
             cells = slice(number * self.num_draft_tokens, number * self.num_draft_tokens + int(counts[number]))
@@ -374,9 +396,10 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
             ]
             committed.append(Token(int(nexts[number]), Provenance.TARGET))
             if (on_round := slot.request.on_round) is not None:
-                first, size = number * self.num_draft_tokens, current.sizes[number]
-                drafted_ids = [int(token_id) for token_id in token_ids[first : first + size]]
-                if not on_round(VerifiedRound(drafted_ids, top_ids[row][:size], committed)):
+                first = number * self.num_draft_tokens
+                block = slice(first, first + current.sizes[number])
+                draft_ids, target_ids = ([int(token_id) for token_id in ids[block]] for ids in (token_ids, likeliest))
+                if not on_round(VerifiedRound(draft_ids, target_ids, committed)):
                     self._rows[row] = None
                     continue
             slot.token_ids += [token.token_id for token in committed]

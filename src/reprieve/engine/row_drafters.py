@@ -1,8 +1,7 @@
-"""Drafters of the batched engine: they draft for all rows of the caches at once."""
+"""Drafters of the batched engine, which draft for many answers in one forward."""
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +13,11 @@ from reprieve.models.cache import RowCache
 from reprieve.models.cached_model import same_vocabulary
 from reprieve.models.eagle3 import EagleHead
 from reprieve.models.row_model import RowModel, Unread
-from reprieve.models.sampling import Sampler
-from reprieve.needs import Need
+from reprieve.models.sampling import Sampler, draw_at, keyed_uniforms
 from reprieve.transfers import spread, to_device
 from reprieve.types import HiddenStates
+
+DRAFT, ACCEPT, TARGET, NOISE = range(4)  # purposes of the draws at one position
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,16 @@ class RowText:
 
     Args:
         token_ids: prompt and answer so far; the target has read all but the last.
-        num_new: how many of the last tokens the drafter has not seen, 1 to K + 1.
+        num_new: number of last tokens that the drafter has not read, 1 to K + 1.
+        seed: of its draws.
     """
 
     token_ids: list[int]
     num_new: int
+    seed: int
 
 
-EMPTY = RowText([0], 1)  # of a free row
+FREE_ROW = RowText([0], 1, 0)
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,6 @@ class RowBlock:
     """Drafted tokens of R rows of the caches; values in free rows are undefined."""
 
     token_ids: Tensor  # [R, K + 1], the last committed token and the drafted ones
-    lengths: Tensor  # [R], tokens of the texts before the drafted ones
-    longest: int  # of the texts with the drafted tokens
     logits: Tensor | None = None  # [R, K, V], the draft's; None if nothing reads them
     hidden: HiddenStates | None = None  # [R, K, D] a layer, the draft's
 
@@ -54,9 +54,8 @@ class RowDrafter(ABC):
         num_draft_tokens: K.
     """
 
-    provides: frozenset[Need] = frozenset()
     samples = False  # whether it draws its tokens
-    target_layers: tuple[int, ...] = ()  # layers of the target that `take` reads
+    target_layers: tuple[int, ...] = ()  # layers of the target whose states it observes
     models: tuple[RowModel, ...] = ()  # of its own
 
     def __init__(self, num_draft_tokens: int) -> None:
@@ -66,17 +65,21 @@ class RowDrafter(ABC):
         """Read prompts without their last token, after the target has read them."""
         return
 
-    def take_prompts(self, texts: Sequence[Unread], hidden: HiddenStates) -> None:
-        """Take the target's states of some prompts, [len(texts), n, D] a layer, padded at the end."""
+    def observe_prompts(self, texts: Sequence[Unread], hidden: HiddenStates) -> None:
+        """Observe the target's states of some prompts, [len(texts), n, D] a layer, padded at the end."""
+        return
+
+    def observe_block(self, hidden: HiddenStates) -> None:
+        """Observe the target's states of a verified block, [R, K + 1, D] a layer."""
         return
 
     def reserve(self, length: int) -> None:
         """Make room for texts of `length` tokens."""
         return
 
-    def take(self, hidden: HiddenStates) -> None:
-        """Take the target's states of a verified block, [R, K + 1, D] a layer."""
-        return
+    def can_draft(self, token_ids: Sequence[int]) -> bool:
+        """Return True if the next block of a text counts."""
+        return True
 
     @abstractmethod
     def propose(self, texts: Sequence[RowText], recent: Tensor, lengths: Tensor, longest: int) -> RowBlock:
@@ -90,17 +93,15 @@ class RowDrafter(ABC):
         """
 
 
-class NoRowDrafter(RowDrafter):
+class NoDraftRows(RowDrafter):
     """Drafts nothing: the target alone answers."""
-
-    provides = frozenset({Need.DRAFT_PROBS, Need.DRAFT_HIDDEN})  # no tokens, so no rule lacks an input
 
     def __init__(self) -> None:
         super().__init__(0)
 
     def propose(self, texts: Sequence[RowText], recent: Tensor, lengths: Tensor, longest: int) -> RowBlock:
         """See `RowDrafter`."""
-        return RowBlock(recent[:, 1:], lengths, longest)
+        return RowBlock(recent[:, 1:])
 
 
 class DraftModelRows(RowDrafter):
@@ -110,8 +111,6 @@ class DraftModelRows(RowDrafter):
         model: the draft; its `hidden_layers` are those that blocks carry.
         keeps_logits: let blocks carry the logits.
     """
-
-    provides = frozenset({Need.DRAFT_PROBS, Need.DRAFT_HIDDEN})
 
     def __init__(
         self, model: RowModel, sampler: Sampler, *, num_draft_tokens: int, vocab_size: int, keeps_logits: bool
@@ -142,6 +141,7 @@ class DraftModelRows(RowDrafter):
             for layer, part in hidden.items():
                 states[layer].append(part[:, -1:].clone())
 
+        seeds = spread([text.seed for text in texts], torch.long, lengths.device)
         # Always read the second-to-last token again: after a fully accepted block, the draft's cache lacks it.
         feed, positions = recent, (lengths[:, None] + torch.arange(-2, 0, device=lengths.device)).clamp_min(0)
         for step in range(self.num_draft_tokens):
@@ -152,28 +152,32 @@ class DraftModelRows(RowDrafter):
                 keep_states(hidden)
             if self.keeps_logits:
                 kept.append(logits)
-            feed = self.sampler.draft_token(logits)[:, None]
+            feed = self._choose(logits, seeds, lengths + step)[:, None]
             chain.append(feed)
             positions = (lengths + step)[:, None]
         if states:  # the last drafted token is read only if its states are needed
             keep_states(self.model.forward(feed, positions, longest=longest)[1])
         hidden = {layer: torch.cat(parts, 1) for layer, parts in states.items()}
-        return RowBlock(torch.cat(chain, 1), lengths, longest, torch.stack(kept, 1) if kept else None, hidden)
+        return RowBlock(torch.cat(chain, 1), torch.stack(kept, 1) if kept else None, hidden)
+
+    def _choose(self, logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        """Return a token for each row from its logits, [R, V] to [R]."""
+        if not self.samples:
+            return logits.argmax(-1)
+        return draw_at(self.sampler.draft_scores(logits).softmax(-1), keyed_uniforms(seeds, positions, DRAFT))
 
 
 class EagleRows(RowDrafter):
     """Drafts chains with an EAGLE-3 head: its most likely tokens, not draws, as `EagleDrafter` with `top_k=1`.
 
-    The head reads a token together with the target's state of the token before it, so a prompt of one token, which has
-    none, gets an arbitrary first block.
+    The head reads a token together with the target's state of the token before it, so it drafts nothing after a prompt
+    of one token.
 
     Args:
         head: on the target's device.
         num_rows: rows of the caches.
         keeps_logits: let blocks carry the logits over the whole vocabulary.
     """
-
-    provides = frozenset({Need.DRAFT_PROBS})
 
     def __init__(
         self, head: EagleHead, *, num_rows: int, num_draft_tokens: int, vocab_size: int, keeps_logits: bool
@@ -190,7 +194,7 @@ class EagleRows(RowDrafter):
         shape = num_rows, num_draft_tokens + 1, len(weight)
         self._states = torch.zeros(shape, dtype=weight.dtype, device=self.device)  # before each new token of a row
 
-    def take_prompts(self, texts: Sequence[Unread], hidden: HiddenStates) -> None:
+    def observe_prompts(self, texts: Sequence[Unread], hidden: HiddenStates) -> None:
         """See `RowDrafter`."""
         states = self.head.fuse(hidden)
         rows = spread([text.row for text in texts], torch.long, self.device)
@@ -206,10 +210,14 @@ class EagleRows(RowDrafter):
         """See `RowDrafter`."""
         self._cache.reserve(length)
 
-    def take(self, hidden: HiddenStates) -> None:
+    def observe_block(self, hidden: HiddenStates) -> None:
         """See `RowDrafter`."""
         states = self.head.fuse(hidden)
         self._states[: len(states)] = states
+
+    def can_draft(self, token_ids: Sequence[int]) -> bool:
+        """See `RowDrafter`."""
+        return len(token_ids) > 1
 
     def propose(self, texts: Sequence[RowText], recent: Tensor, lengths: Tensor, longest: int) -> RowBlock:
         """See `RowDrafter`."""
@@ -231,10 +239,8 @@ class EagleRows(RowDrafter):
                 logits, states = read[:, 0], after[:, 0]
             chain.append(self._target_ids[logits.argmax(-1)][:, None])
             if self.keeps_logits:
-                whole = torch.full((len(texts), self.vocab_size), -math.inf, device=self.device)
-                whole[:, self._target_ids] = logits
-                kept.append(whole)
-        return RowBlock(torch.cat(chain, 1), lengths, longest, torch.stack(kept, 1) if kept else None)
+                kept.append(self.head.whole_vocabulary(logits, self.vocab_size))
+        return RowBlock(torch.cat(chain, 1), torch.stack(kept, 1) if kept else None)
 
     def _read(
         self, token_ids: Tensor, states: Tensor, positions: Tensor, longest: int, rows: Tensor | int = 0

@@ -17,7 +17,7 @@ from reprieve.bench.runner import no_problems
 from reprieve.drafters import DRAFTERS
 from reprieve.drafters.eagle3 import EagleSettings
 from reprieve.engine import Pair
-from reprieve.engine.batched import BatchedSpeculativeDecoder
+from reprieve.engine.batched import BatchedSpeculativeDecoder, Request
 from reprieve.engine.processes import load_configured
 from reprieve.errors import SpecError
 from reprieve.heads.binding import PairIdentity
@@ -25,11 +25,13 @@ from reprieve.mining.autojudge import AutoJudgeMiner
 from reprieve.mining.draft import BatchedDraft, Draft, DraftReader, EagleModel
 from reprieve.mining.pivot import (
     PIVOT_BLOCK,
+    TURNS,
     BatchedSource,
     CandidateSource,
     PivotMiner,
     SoundnessJudge,
     Source,
+    Step,
     equation_soundness,
     model_soundness,
 )
@@ -38,7 +40,7 @@ from reprieve.mining.settings import AutoJudgeMining, MiningSettings, PivotMinin
 from reprieve.mining.store import API_WEIGHTS, ProblemLabels
 from reprieve.mining.target import ApiTarget, LocalTarget, ResponseFormat, Target
 from reprieve.mining.traces import LABELS_VERSION, ArbitrationMiner, BatchedTracer, DecoderTracer, Tracer
-from reprieve.models.batch_decoder import BatchDecoder
+from reprieve.models.batch_decoder import BatchDecoder, Stepper
 from reprieve.models.cached_model import CachedModel, HiddenLayers, eos_token_ids
 from reprieve.models.eagle3 import EagleHead
 from reprieve.models.identity import stored_generation, stored_identity
@@ -49,6 +51,8 @@ from reprieve.tasks import TaskProblem, load_task
 from reprieve.tasks.answers import ANSWERS_VERSION
 from reprieve.tasks.chat import Chat, OpenAIChat, openai_client
 from reprieve.tasks.prompting import with_prompts
+
+_MOST_WALKS = 32  # rows of one batch: a step reads all, and most problems wait for rollouts
 
 
 class Miner(Protocol):
@@ -174,7 +178,8 @@ def _miner(settings: MiningSettings, pair: Pair, responses: ResponseFormat, serv
         return PivotMiner(settings, target, make_source, responses, make_soundness(settings.soundness))
     assert isinstance(settings, TraceMining)
     if together and settings.sampling.greedy:
-        trace: Tracer = BatchedTracer(_batched_decoder(settings, pair, settings.num_draft_tokens, responses.task.stop))
+        stop = responses.task.stop
+        trace: Tracer = BatchedTracer(_walks(settings, pair, num_draft_tokens=settings.num_draft_tokens, stop=stop))
     else:
         rule = "lossless:verification=exact"
         make_decoder = functools.partial(pair.decoder, rule, num_draft_tokens=settings.num_draft_tokens)
@@ -183,7 +188,7 @@ def _miner(settings: MiningSettings, pair: Pair, responses: ResponseFormat, serv
 
 
 def _on_accelerator(pair: Pair) -> bool:
-    """Return True if one forward over many texts costs less than many small ones."""
+    """Return True if the pair is not on a CPU: one forward over many texts then costs less than many small ones."""
     return pair.device.type != "cpu"
 
 
@@ -194,8 +199,9 @@ def _make_source(settings: PivotMining, pair: Pair, target: Target, *, together:
         together: verify the drafted tokens of all problems in one batch.
     """
     if together:
-        batched = BatchedSource(_batched_decoder(settings, pair, PIVOT_BLOCK, ()))
-        return lambda seed: batched
+        walks = _walks(settings, pair, num_draft_tokens=PIVOT_BLOCK)
+        stepper: Stepper[Request, Step] = Stepper(walks, turns=TURNS)
+        return lambda seed: BatchedSource(stepper, seed)
 
     def make_source(seed: int) -> Source:
         params = dataclasses.replace(settings.params, seed=seed)
@@ -204,12 +210,12 @@ def _make_source(settings: PivotMining, pair: Pair, target: Target, *, together:
     return make_source
 
 
-def _batched_decoder(
-    settings: MiningSettings, pair: Pair, num_draft_tokens: int, stop: Sequence[str]
+def _walks(
+    settings: MiningSettings, pair: Pair, *, num_draft_tokens: int, stop: Sequence[str] = ()
 ) -> BatchedSpeculativeDecoder:
-    """Return a decoder for the walks of a quarter of the problems in flight: the others' texts are being continued."""
+    """Return a decoder for the walks of the problems in flight."""
     params = dataclasses.replace(settings.params, stop=tuple(stop))
-    num_rows = -(-settings.in_flight // 4)
+    num_rows = min(settings.in_flight, _MOST_WALKS)
     return BatchedSpeculativeDecoder(pair, num_rows=num_rows, num_draft_tokens=num_draft_tokens, params=params)
 
 

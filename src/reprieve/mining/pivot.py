@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from reprieve.engine.batched import BatchedSpeculativeDecoder, Request, VerifiedRound
+from reprieve.engine.batched import Request, VerifiedRound
 from reprieve.files import parse_json
 from reprieve.mining.settings import PivotMining
 from reprieve.mining.store import MINED, Mismatch, ProblemLabels
@@ -25,9 +25,10 @@ from reprieve.rules.lossless import residual_probs, sampling_accepts
 from reprieve.settings import SamplingParams
 from reprieve.tasks import TaskProblem
 from reprieve.tasks.chat import Chat, ask_until
+from reprieve.types import Generation
 
 SOUND, UNSOUND, NO_VERDICT, NOT_ASKED = "sound", "unsound", "no_verdict", ""
-_TURNS = 4  # steps of the rollouts for each of a `BatchedSource`, whose fixed cost is higher
+TURNS = 4  # the rollouts' batch steps this many times per step of a `BatchedSource`, whose rounds cost more
 PIVOT_BLOCK = 8  # drafted tokens per verification; affects speed, and changes the random draws
 SoundnessJudge = Callable[[str, str, str], Awaitable[str]]  # question, reference, correct response; to a verdict
 
@@ -41,7 +42,7 @@ class Candidate:
 
 
 Step = tuple[list[int], Candidate | None]  # accepted tokens, and the rejected token that ended them, if any
-# Goes on with a text: given the prompt, the response so far, and its remaining budget in tokens.
+# Continues a text: given the prompt, the response so far, and its remaining budget in tokens.
 Source = Callable[[list[int], list[int], int], Awaitable[Step]]
 
 
@@ -77,19 +78,20 @@ class CandidateSource:
 
     @torch.inference_mode()
     def next(self, prompt_ids: list[int], response_ids: list[int], num_left: int) -> Step:
-        """Do the same at once."""
+        """Synchronous version of `__call__`."""
         text = [*prompt_ids, *response_ids]
         drafted, draft_logits = self._draft(text, min(self.block_size, num_left))
         self.target.start(text[:-1], reuse_prefix=True)
         logits, _ = self.target.forward([text[-1], *drafted[:-1]])
         token_ids = torch.tensor(drafted, device=self.target.device)
         target_probs = self.sampler.target_scores(logits).softmax(-1)
-        proposal = self.sampler.draft_scores(draft_logits).softmax(-1)
+        proposal = None if self.sampler.draft_greedy else self.sampler.draft_scores(draft_logits).softmax(-1)
         accepts = sampling_accepts(target_probs, proposal, token_ids, self.sampler.uniforms(len(drafted))).tolist()
         rejected = next((i for i, accepted in enumerate(accepts) if not accepted), None)
         if rejected is None:
             return drafted, None
-        residual = residual_probs(target_probs[rejected], proposal[rejected], token_ids[rejected])
+        proposed = None if proposal is None else proposal[rejected]
+        residual = residual_probs(target_probs[rejected], proposed, token_ids[rejected])
         return drafted[:rejected], Candidate(drafted[rejected], int(self.sampler.draw(residual[None])))
 
     def _draft(self, text: list[int], size: int) -> tuple[list[int], torch.Tensor]:
@@ -105,14 +107,19 @@ class CandidateSource:
 
 
 class BatchedSource:
-    """Candidates of all problems in flight at once, as a `Source`. For accelerators.
+    """Finds one problem's candidates in a batch with those of other problems, as a `Source`. For accelerators.
+
+    Draws are keyed by seed and position, so they do not depend on the other problems. Tokens that the target adds after
+    a fully accepted block are not drafted, so they are no candidates.
 
     Args:
-        decoder: samples, with a draft; its draws depend on the problems that are in flight together.
+        stepper: of a `BatchedSpeculativeDecoder` that samples, shared by the problems.
+        seed: of the problem.
     """
 
-    def __init__(self, decoder: BatchedSpeculativeDecoder) -> None:
-        self._stepper: Stepper[Request, Step] = Stepper(decoder, turns=_TURNS)
+    def __init__(self, stepper: Stepper[Request, Step], seed: int) -> None:
+        self._stepper = stepper
+        self._seed = seed
 
     async def __call__(self, prompt_ids: list[int], response_ids: list[int], num_left: int) -> Step:
         """Return the next accepted tokens of the response, and the rejected token that ended them, if any."""
@@ -121,7 +128,7 @@ class BatchedSource:
             accepted: list[int] = []
 
             def watch(verified: VerifiedRound) -> bool:
-                *kept, following = (token.token_id for token in verified.committed)
+                *kept, following = (token.token_id for token in verified.tokens)
                 accepted.extend(kept)
                 if len(kept) < len(verified.draft_ids):
                     finish((accepted, Candidate(verified.draft_ids[len(kept)], following)))
@@ -129,8 +136,10 @@ class BatchedSource:
                 accepted.append(following)
                 return True
 
-            text = [*prompt_ids, *response_ids]
-            return Request(text, LosslessRule(), num_left, lambda whole: finish((whole.token_ids, None)), watch)
+            def done(whole: Generation) -> None:
+                finish((whole.token_ids, None))
+
+            return Request([*prompt_ids, *response_ids], LosslessRule(), num_left, done, watch, self._seed)
 
         return await self._stepper.result(request)
 

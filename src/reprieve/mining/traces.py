@@ -117,13 +117,13 @@ class BatchedTracer:
                 nonlocal length
                 if verified.draft_ids:
                     rounds.append(unlabelled(length, verified.draft_ids, verified.target_ids))
-                length += len(verified.committed)
+                length += len(verified.tokens)
                 return True
 
             def done(generation: Generation) -> None:
                 finish(Traced(generation.token_ids, rounds))
 
-            return Request(prompt_ids, LosslessRule(), params.max_new_tokens, done, watch)
+            return Request(prompt_ids, LosslessRule(), params.max_new_tokens, done, watch, params.seed)
 
         return await self._stepper.result(request)
 

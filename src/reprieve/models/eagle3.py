@@ -6,6 +6,7 @@ This model runs token by token, on a tree or a chain, and does not need that lib
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -131,6 +132,12 @@ class EagleHead(nn.Module):
     def target_ids(self) -> Tensor:
         """Target ids of all draft tokens, [draft_vocab_size]."""
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def whole_vocabulary(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """Spread logits [n, draft_vocab_size] over the target's vocabulary, [n, vocab_size]; -inf for other tokens."""
+        whole = torch.full((len(logits), vocab_size), -math.inf, device=logits.device)
+        whole[:, self.target_ids] = logits
+        return whole
 
     def fuse(self, hidden: HiddenStates) -> Tensor:
         """Fuse the target's states [..., Dt] of all layers read into one state [..., D]."""

@@ -116,7 +116,7 @@ class RowModel:
     def prefill(
         self, texts: Sequence[Unread], on_read: Callable[[Sequence[Unread], HiddenStates], None] | None = None
     ) -> None:
-        """Read the rest of several texts, in forwards over texts of similar length; nobody needs their logits.
+        """Read the rest of several texts, in forwards over texts of similar length, without their logits.
 
         Args:
             on_read: called with the texts of each forward and their hidden states [r, n, D] by layer, padded.

@@ -1,7 +1,7 @@
 """Sampling: temperature, top-k and top-p by transformers' processors, and the random draws.
 
-A `Sampler` draws for one answer from a seeded generator. The texts of a batch have a `Draw` each: independent random
-numbers per text, on the device.
+A `Sampler` draws for one answer from a seeded generator. The texts of a batch have a `Draw` each, or random numbers
+keyed by seed and position (`keyed_uniforms`): a text's draws do not depend on the others.
 """
 
 from __future__ import annotations
@@ -16,12 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
-from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from reprieve.rules.truncation import truncated_tokens
 from reprieve.settings import SamplingParams
 
-DRAWS_VERSION = 2  # label stores sampled with another version cannot be resumed
+DRAWS_VERSION = 3  # label stores sampled with another version cannot be resumed
 _GOLDEN = -0x61C88647  # 2^32 over the golden ratio, as int32
 _MIX = ((16, -0x7A143595), (13, -0x3D4D51CB))  # MurmurHash3's, as int32
 _SPARSE = 4  # if fewer than 1 in this many tokens is possible, noise is computed for those only
@@ -72,22 +77,31 @@ def _processors(params: SamplingParams, temperature: float) -> LogitsProcessorLi
     processors = LogitsProcessorList()
     if temperature != 1.0:
         processors.append(TemperatureLogitsWarper(temperature))
-    if params.top_k > 0:
+    if params.top_k > 0 and params.top_p < 1.0:
+        processors.append(_TopKTopP(params.top_k, params.top_p))
+    elif params.top_k > 0:
         processors.append(TopKLogitsWarper(params.top_k))
-    if params.top_p < 1.0:
-        processors.append(_TopP(params.top_p))
+    elif params.top_p < 1.0:
+        processors.append(TopPLogitsWarper(params.top_p))
     return processors
 
 
-class _TopP(TopPLogitsWarper):
-    """transformers' top-p; after top-k it sorts only the tokens that are left, not the whole vocabulary."""
+class _TopKTopP(LogitsProcessor):
+    """Top-k, then top-p of what is left, without sorting the vocabulary.
+
+    As transformers' two processors, except that exactly k tokens remain before top-p if several tie for the last place.
+    """
+
+    def __init__(self, top_k: int, top_p: float) -> None:
+        self.top_k = top_k
+        self.top_p = top_p
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        num_left = int((scores > -math.inf).sum(-1).amax())
-        if num_left * _SPARSE >= scores.shape[-1]:
-            return super().__call__(input_ids, scores)
-        left, columns = scores.topk(num_left)
-        return torch.full_like(scores, -math.inf).scatter(-1, columns, super().__call__(input_ids, left))
+        left, columns = scores.topk(min(self.top_k, scores.shape[-1]))
+        probs = left.softmax(-1)
+        before = probs.cumsum(-1) - probs  # mass of the likelier tokens
+        left = left.masked_fill(before >= self.top_p, -math.inf)
+        return torch.full_like(scores, -math.inf).scatter(-1, columns, left)
 
 
 @dataclass(frozen=True)
@@ -144,6 +158,27 @@ def choose(scores: Tensor, draws: Sequence[Draw | None], texts: Sequence[Sequenc
     return chosen
 
 
+def keyed_uniforms(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
+    """Return uniform numbers in [0, 1), [n], float32: the same for the same seed, position and purpose.
+
+    Args:
+        seeds, positions: [n], int64.
+        purpose: separates several draws for one position.
+    """
+    low, high = ((seeds >> shift).bitwise_and(0x7FFFFFFF).to(torch.int32) for shift in (0, 31))
+    state = _mix(_mix(positions.to(torch.int32) * _GOLDEN + low) ^ high)
+    state = _mix(state + torch.full_like(state, purpose) * _GOLDEN)
+    return (state & 0xFFFFFF).float() * 2.0**-24
+
+
+def draw_at(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Return the first token of each row [n, V] whose cumulative probability exceeds its uniform number, [n]."""
+    cumulative = probs.cumsum(-1, dtype=torch.float32 if probs.device.type == "mps" else torch.float64)
+    drawn = torch.searchsorted(cumulative, uniforms.unsqueeze(-1) * cumulative[:, -1:], right=True).squeeze(-1)
+    columns = torch.arange(probs.shape[-1], device=probs.device)
+    return torch.minimum(drawn, torch.where(probs > 0, columns, -1).amax(-1))
+
+
 def gumbel_choice(scores: Tensor, keys: Sequence[int]) -> Tensor:
     """Return the highest-scoring token of each row [n, V] after adding the noise of its key, [n]."""
     return _by_rows(scores, torch.tensor(list(keys)), _under_noise)
@@ -190,10 +225,7 @@ def _under_noise(scores: Tensor, columns: Tensor, keys: Tensor) -> Tensor:
 
 
 def _at_uniform(scores: Tensor, columns: Tensor, uniforms: Tensor) -> Tensor:
-    cumulative = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
-    drawn = torch.searchsorted(cumulative, uniforms.unsqueeze(-1) * cumulative[:, -1:], right=True).squeeze(-1)
-    columns_in_order = torch.arange(scores.shape[-1], device=scores.device)
-    return torch.minimum(drawn, torch.where(scores > -math.inf, columns_in_order, -1).amax(-1))
+    return draw_at(scores.softmax(-1), uniforms)
 
 
 def _gumbel(keys: Tensor, columns: Tensor) -> Tensor:

@@ -92,6 +92,8 @@ def train_eagle3(
         raise ReprieveError(f"training needs 2 texts or more, got {len(texts)}")
     num_held = max(1, round(len(texts) * settings.held_out))
     training, held = texts[num_held:], texts[:num_held]
+    if pair.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32
     learner = _Learner(pair, training, settings)
     seconds = train(learner, folder, progress=progress)
     reached = {

@@ -19,7 +19,7 @@ from reprieve.settings import ProblemSettings, SamplingParams
 from reprieve.tasks.base import TaskProblem
 from reprieve.tasks.prompting import prompt_ids_of
 
-_NUM_ROWS, _NUM_ROWS_GPU = 96, 512  # texts in one forward
+_NUM_ROWS = 96  # texts in one forward
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ def write_own_texts(
     read = _read(path, pair.vocab_size)
     texts = {name: text for name, text in read.items() if prompts.get(name) == text.prompt_ids}  # not of an edited task
     eos_ids = eos_token_ids(pair.target, pair.tokenizer)
-    num_rows = _NUM_ROWS if pair.device.type == "cpu" else min(_NUM_ROWS_GPU, max(1, len(prompts)))
-    decoder = BatchDecoder(pair.target, num_rows=num_rows, params=params, eos_ids=eos_ids)
+    decoder = BatchDecoder(pair.target, num_rows=_NUM_ROWS, params=params, eos_ids=eos_ids)
 
     def keep(problem_id: str, token_ids: list[int]) -> None:
         texts[problem_id] = OwnText(prompts[problem_id], token_ids)
