@@ -15,7 +15,7 @@ from reprieve.bench.settings import RunSettings
 from reprieve.cli.main import main
 from reprieve.engine.batched import BatchedSpeculativeDecoder
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.settings import SamplingSettings
+from reprieve.settings import PromptSettings, SamplingSettings
 from reprieve.tasks import load_task
 from reprieve.tasks.prompting import with_prompts
 from tests.kit.pairs import ARITHMETIC, SMALL
@@ -27,6 +27,12 @@ SETTINGS = RunSettings(task="arithmetic", limit=5)
 @pytest.fixture
 def task(bundled_pair):
     return with_prompts(load_task("arithmetic"), bundled_pair.tokenizer)
+
+
+@pytest.fixture
+def short(bundled_pair):
+    """The task with answers of 40 tokens, for tests that do not read them."""
+    return with_prompts(load_task("arithmetic"), bundled_pair.tokenizer, PromptSettings(max_new_tokens=40))
 
 
 def arms_of(*specs):
@@ -51,22 +57,22 @@ def test_a_batch_gives_the_local_engines_answers(bundled_pair, task, tmp_path):
     assert document["arms"][3]["num_rescued"] > 0
 
 
-def test_an_interrupted_run_has_every_arm_on_its_first_problems(bundled_pair, task, tmp_path):
+def test_an_interrupted_run_has_every_arm_on_its_first_problems(bundled_pair, short, tmp_path):
     arms, engine = arms_of(*SPECS), engine_of(bundled_pair, parallel=2)
-    settings = RunSettings(task="arithmetic", limit=8)
-    runner = Runner(RunConfig.of(engine, arms, settings), arms, engine, task, tmp_path)
+    settings = RunSettings(task="arithmetic", limit=12)
+    runner = Runner(RunConfig.of(engine, arms, settings), arms, engine, short, tmp_path)
 
     def interrupt(done, total):
-        if done == 24:
+        if done == 36:
             raise KeyboardInterrupt
 
     assert not runner.measure(progress=interrupt)
     finished = {}
     for record in runner.records:
         finished.setdefault(record.problem_id, set()).add(record.arm)
-    assert len(runner.records) == 24 and sum(len(labels) == len(arms) for labels in finished.values()) >= 2
-    assert runner.measure() and len(runner.records) == 48
-    assert len({(record.arm, record.problem_id) for record in runner.records}) == 48
+    assert len(runner.records) == 36 and sum(len(labels) == len(arms) for labels in finished.values()) >= 2
+    assert runner.measure() and len(runner.records) == 72
+    assert len({(record.arm, record.problem_id) for record in runner.records}) == 72
 
 
 def test_ctrl_c_in_a_forward_ends_the_run_without_a_traceback(bundled_pair, task, tmp_path, monkeypatch, caplog):
@@ -86,31 +92,35 @@ def test_ctrl_c_in_a_forward_ends_the_run_without_a_traceback(bundled_pair, task
     assert not caplog.records
 
 
-def test_a_failed_forward_is_recorded_and_tried_again(bundled_pair, task, tmp_path, monkeypatch):
+def test_a_failed_forward_is_recorded_and_tried_again(bundled_pair, short, tmp_path, monkeypatch):
     arms, engine = arms_of(), engine_of(bundled_pair)
-    runner = Runner(RunConfig.of(engine, arms, SETTINGS), arms, engine, task, tmp_path)
+    runner = Runner(RunConfig.of(engine, arms, SETTINGS), arms, engine, short, tmp_path)
     with monkeypatch.context() as broken:
-        broken.setattr("reprieve.engine.batched.BatchedSpeculativeDecoder._propose", lambda *_: 1 / 0)
+        broken.setattr("reprieve.engine.batched.BatchedSpeculativeDecoder._decide", lambda *_: 1 / 0)
         with pytest.raises(ReprieveError, match="every problem failed; the first error: ZeroDivisionError"):
             runner.measure()
     assert runner.measure()
     assert not any(record.error for record in runner.records[-15:])
 
 
-def test_a_resumed_run_does_not_repeat_its_draws(bundled_pair, task, tmp_path):
-    arms, engine = arms_of(), engine_of(bundled_pair, parallel=1)
-    settings = RunSettings(
-        task="arithmetic", limit=1, num_trials=2, sampling=SamplingSettings(temperature=2.0, draft_temperature=2.0)
-    )
-    runner = Runner(RunConfig.of(engine, arms, settings), arms, engine, task, tmp_path)
+def test_sampled_answers_depend_neither_on_the_batch_nor_on_an_interruption(bundled_pair, short, tmp_path):
+    sampling = SamplingSettings(temperature=2.0, draft_temperature=2.0)
+    settings = RunSettings(task="arithmetic", limit=2, num_trials=2, sampling=sampling)
+    arms = arms_of("top_k:k=4", "random:rate=0.5")
+
+    def texts(name, parallel, progress):
+        engine = engine_of(bundled_pair, parallel=parallel)
+        runner = Runner(RunConfig.of(engine, arms, settings), arms, engine, short, tmp_path / name)
+        while not runner.measure(progress=progress):
+            progress = lambda done, total: None  # noqa: E731
+        return {(record.arm, record.problem_id, record.trial): record.text for record in runner.records}
 
     def interrupt(done, total):
-        if done == 3:
+        if done == 7:
             raise KeyboardInterrupt
 
-    assert not runner.measure(progress=interrupt) and runner.measure()
-    texts = {(record.arm, record.trial): record.text for record in runner.records}
-    assert len(texts) == 6 and all(texts[arm.label, 0] != texts[arm.label, 1] for arm in arms)
+    together, alone = texts("together", 8, lambda done, total: None), texts("alone", 1, interrupt)
+    assert together == alone and len(alone) == 20 == len({*alone.values()})
 
 
 @pytest.mark.parametrize(
