@@ -121,7 +121,7 @@ def test_a_stage_that_fails_leaves_a_report_and_a_strict_policy(data, capsys, mo
 
 @pytest.mark.slow
 def test_without_enough_problems_it_ends_with_a_report_and_a_strict_policy(data, capsys):
-    small = ["--mine-limit", "8", "--certify-limit", "8", "--workers", "1", "--out", "few"]
+    small = ["--mine-limit", "10", "--certify-limit", "8", "--workers", "1", "--out", "few"]
     assert main(["quickstart", *SMALL, "--data", str(data), *FLAGS, *small]) == 0
     assert "no certificate: the policy decodes losslessly" in capsys.readouterr().err
     assert json.loads((Path("few") / "policy.json").read_text())["default"] == "strict"
@@ -135,7 +135,7 @@ def test_it_turns_a_file_into_a_certificate_and_resumes_after_interruptions(data
         for problem in load_task("arithmetic").problems("train", 160)
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    small = ["--mine-limit", "8", "--certify-limit", "10", "--max-drop", "0.9", "--workers", "1"]
+    small = ["--mine-limit", "10", "--certify-limit", "10", "--max-drop", "0.9", "--workers", "1"]
     small += ["--max-growth", "10"]
     whole = ["quickstart", *SMALL, "--data", str(data), *FLAGS, *small, "--out", "whole"]
     assert main(whole) == 0
