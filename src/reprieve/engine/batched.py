@@ -14,18 +14,7 @@ from torch import Tensor
 
 from reprieve.engine.answer import Answer
 from reprieve.engine.pair import Pair
-from reprieve.engine.row_drafters import (
-    ACCEPT,
-    FREE_ROW,
-    NOISE,
-    TARGET,
-    DraftModelRows,
-    EagleRows,
-    NoDraftRows,
-    RowBlock,
-    RowDrafter,
-    RowText,
-)
+from reprieve.engine.row_drafters import ACCEPT, FREE_ROW, NOISE, TARGET, RowBlock, RowText, row_drafter
 from reprieve.engine.text import token_ids_of
 from reprieve.errors import SpecError, require_whole
 from reprieve.models.batch_decoder import TextBatch, TextRow
@@ -155,7 +144,9 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
         self.sampler = Sampler(params, pair.device)
         model = pair.draft if draft_alone and pair.draft is not None else pair.target
         self._vocab_size = pair.vocab_size
-        self._drafter = self._row_drafter(pair, rules, eagle, num_rows, num_draft_tokens)
+        self._drafter = row_drafter(
+            pair, rules, self.sampler, num_rows=num_rows, num_draft_tokens=num_draft_tokens, eagle=eagle
+        )
         read = {layer for rule in rules for layer in rule.traits.target_layers} | {*self._drafter.target_layers}
         self._target = RowModel(model, num_rows, hidden_layers=sorted(read))
         self._models = [self._target, *self._drafter.models]
@@ -166,31 +157,6 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
         self._num_token_ids = pair.num_token_ids
         self._sampled = not self.sampler.greedy and self._drafter.samples
         self._eos_ids = eos_token_ids(model, pair.tokenizer)
-
-    def _row_drafter(
-        self, pair: Pair, rules: Sequence[Rule], eagle: EagleHead | None, num_rows: int, num_draft_tokens: int
-    ) -> RowDrafter:
-        if not num_draft_tokens:
-            return NoDraftRows()
-        needs = {need for rule in rules for need in rule.traits.needs}
-        sampled = not (self.sampler.greedy or self.sampler.draft_greedy)
-        if eagle is not None:
-            return EagleRows(
-                eagle,
-                num_rows=num_rows,
-                num_draft_tokens=num_draft_tokens,
-                vocab_size=pair.vocab_size,
-                keeps_logits=Need.DRAFT_PROBS in needs,
-            )
-        assert pair.draft is not None
-        layers = sorted({layer for rule in rules for layer in rule.traits.draft_layers})
-        return DraftModelRows(
-            RowModel(pair.draft, num_rows, hidden_layers=layers),
-            self.sampler,
-            num_draft_tokens=num_draft_tokens,
-            vocab_size=pair.vocab_size,
-            keeps_logits=sampled or Need.DRAFT_PROBS in needs,
-        )
 
     @property
     def device(self) -> torch.device:

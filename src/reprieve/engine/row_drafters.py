@@ -9,11 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from reprieve.engine.pair import Pair
 from reprieve.models.cache import RowCache
 from reprieve.models.cached_model import same_vocabulary
 from reprieve.models.eagle3 import EagleHead
 from reprieve.models.row_model import RowModel, Unread
 from reprieve.models.sampling import Sampler, draw_at, keyed_uniforms
+from reprieve.needs import Need
+from reprieve.rules import Rule
 from reprieve.transfers import spread, to_device
 from reprieve.types import HiddenStates
 
@@ -250,3 +253,40 @@ class EagleRows(RowDrafter):
         mask = self.head.additive_mask(positions[:, :, None] >= torch.arange(longest, device=self.device))
         read: tuple[Tensor, Tensor] = self.head(token_ids, states, cache=self._cache, positions=positions, mask=mask)
         return read
+
+
+def row_drafter(
+    pair: Pair,
+    rules: Sequence[Rule],
+    sampler: Sampler,
+    *,
+    num_rows: int,
+    num_draft_tokens: int,
+    eagle: EagleHead | None = None,
+) -> RowDrafter:
+    """Return the drafter of a batch, which carries what the rules read.
+
+    Args:
+        eagle: drafts instead of the pair's draft model.
+    """
+    if not num_draft_tokens:
+        return NoDraftRows()
+    needs = {need for rule in rules for need in rule.traits.needs}
+    if eagle is not None:
+        return EagleRows(
+            eagle,
+            num_rows=num_rows,
+            num_draft_tokens=num_draft_tokens,
+            vocab_size=pair.vocab_size,
+            keeps_logits=Need.DRAFT_PROBS in needs,
+        )
+    assert pair.draft is not None
+    sampled = not (sampler.greedy or sampler.draft_greedy)
+    layers = sorted({layer for rule in rules for layer in rule.traits.draft_layers})
+    return DraftModelRows(
+        RowModel(pair.draft, num_rows, hidden_layers=layers),
+        sampler,
+        num_draft_tokens=num_draft_tokens,
+        vocab_size=pair.vocab_size,
+        keeps_logits=sampled or Need.DRAFT_PROBS in needs,
+    )
