@@ -168,8 +168,8 @@ def test_sampled_lossless_batches_preserve_the_targets_distribution(draft_temper
     rule = parse_rule("lossless")
     decoder = BatchedSpeculativeDecoder(pair, num_rows=250, num_draft_tokens=3, params=params, rules=[rule])
     made = []
-    for _ in range(num_answers):
-        decoder.submit(Request(prompt, rule, length, made.append))
+    for seed in range(num_answers):
+        decoder.submit(Request(prompt, rule, length, made.append, seed=seed))
     while not decoder.idle:
         decoder.step()
     counts = counts_of(lambda number: made[number].token_ids, num_answers, size, length)
