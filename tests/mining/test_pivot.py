@@ -148,15 +148,15 @@ def test_accepted_tokens_and_fallbacks_follow_the_targets_distribution(batched, 
     if batched:
         pair = Pair(target, draft, NumberTokenizer(), "tiny/target", "tiny/draft")
         stepper = Stepper(BatchedSpeculativeDecoder(pair, num_rows=100, num_draft_tokens=2, params=params))
-
-        async def ask():
-            return await asyncio.gather(*(BatchedSource(stepper, seed)([3, 1], [2], 5) for seed in range(size)))
-
-        steps = asyncio.run(ask())
+        sources = [BatchedSource(stepper, seed) for seed in range(size)]
     else:
-        alone = CandidateSource(CachedModel(target), CachedModel(draft), params, block_size=2)
-        steps = [alone.next([3, 1], [2], 5) for _ in range(size)]
-    for accepted, candidate in steps:
+        alone = CandidateSource(CachedModel(target), CachedModel(draft), params, RolloutTarget({}).apart, block_size=2)
+        sources = [alone] * size
+
+    async def ask():
+        return await asyncio.gather(*(source([3, 1], [2], 5) for source in sources))
+
+    for accepted, candidate in asyncio.run(ask()):
         if not accepted:
             assert candidate is not None
             num_rejected += 1

@@ -104,17 +104,17 @@ class _Group(NamedTuple):
 
     draft_alone: bool
     num_draft_tokens: int
-    drafter: str  # specification; empty for a model alone
+    eagle: EagleSettings | None  # None drafts with the draft model
 
 
 def _group(arm: Arm, drafter: str) -> _Group:
     if arm.rule is None:
-        return _Group(arm.label == DRAFT_ONLY, 0, "")
+        return _Group(arm.label == DRAFT_ONLY, 0, None)
     assert isinstance(arm.num_draft_tokens, int)
-    spec = arm.drafter or drafter
-    settings = DRAFTERS.make(spec)
-    limits = (settings.depth, settings.total_tokens) if isinstance(settings, EagleSettings) else ()
-    return _Group(False, min(arm.num_draft_tokens, *limits) if limits else arm.num_draft_tokens, spec)
+    settings = DRAFTERS.make(arm.drafter or drafter)
+    if not isinstance(settings, EagleSettings):
+        return _Group(False, arm.num_draft_tokens, None)
+    return _Group(False, min(arm.num_draft_tokens, settings.depth, settings.total_tokens), settings)
 
 
 class _Batch:
@@ -124,8 +124,7 @@ class _Batch:
         self._tokenizer = pair.tokenizer
         self._num_ids = pair.num_token_ids
         self._rules = {arm.label: (arm.rule or LosslessRule()).bind(pair.tokenizer).to(pair.device) for arm in arms}
-        settings = DRAFTERS.make(group.drafter) if group.drafter else None
-        eagle = pair.eagle_head(settings.source(pair.target_name)) if isinstance(settings, EagleSettings) else None
+        eagle = None if group.eagle is None else pair.eagle_head(group.eagle.source(pair.target_name))
         decoder = BatchedSpeculativeDecoder(
             pair,
             num_rows=num_rows,

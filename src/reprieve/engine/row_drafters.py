@@ -144,7 +144,7 @@ class DraftModelRows(RowDrafter):
             for layer, part in hidden.items():
                 states[layer].append(part[:, -1:].clone())
 
-        seeds = spread([text.seed for text in texts], torch.long, lengths.device)
+        seeds = spread([text.seed for text in texts], torch.long, lengths.device) if self.samples else None
         # Always read the second-to-last token again: after a fully accepted block, the draft's cache lacks it.
         feed, positions = recent, (lengths[:, None] + torch.arange(-2, 0, device=lengths.device)).clamp_min(0)
         for step in range(self.num_draft_tokens):
@@ -163,9 +163,9 @@ class DraftModelRows(RowDrafter):
         hidden = {layer: torch.cat(parts, 1) for layer, parts in states.items()}
         return RowBlock(torch.cat(chain, 1), torch.stack(kept, 1) if kept else None, hidden)
 
-    def _choose(self, logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-        """Return a token for each row from its logits, [R, V] to [R]."""
-        if not self.samples:
+    def _choose(self, logits: Tensor, seeds: Tensor | None, positions: Tensor) -> Tensor:
+        """Return a token for each row from its logits, [R, V] to [R]; the most likely one without seeds."""
+        if seeds is None:
             return logits.argmax(-1)
         return draw_at(self.sampler.draft_scores(logits).softmax(-1), keyed_uniforms(seeds, positions, DRAFT))
 

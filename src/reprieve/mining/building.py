@@ -205,7 +205,7 @@ def _make_source(settings: PivotMining, pair: Pair, target: Target, *, together:
 
     def make_source(seed: int) -> Source:
         params = dataclasses.replace(settings.params, seed=seed)
-        return CandidateSource(pair.cached_target(), pair.cached_draft(), params, apart=target.apart)
+        return CandidateSource(pair.cached_target(), pair.cached_draft(), params, target.apart)
 
     return make_source
 

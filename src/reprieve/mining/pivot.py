@@ -51,7 +51,7 @@ class CandidateSource:
 
     Args:
         target, draft: models with their own caches.
-        apart: runs what reads the target (`Target.apart`); None runs it here.
+        apart: runs what reads the target (`Target.apart`).
         block_size: drafted tokens per verification.
     """
 
@@ -60,8 +60,8 @@ class CandidateSource:
         target: CachedModel,
         draft: CachedModel,
         params: SamplingParams,
+        apart: Callable[[Callable[[], Step]], Awaitable[Step]],
         *,
-        apart: Callable[[Callable[[], Step]], Awaitable[Step]] | None = None,
         block_size: int = PIVOT_BLOCK,
     ) -> None:
         self.target = target
@@ -72,13 +72,10 @@ class CandidateSource:
 
     async def __call__(self, prompt_ids: list[int], response_ids: list[int], num_left: int) -> Step:
         """Return the next accepted tokens of the response, and the rejected token that ended them, if any."""
-        if self._apart is None:
-            return self.next(prompt_ids, response_ids, num_left)
-        return await self._apart(lambda: self.next(prompt_ids, response_ids, num_left))
+        return await self._apart(lambda: self._next(prompt_ids, response_ids, num_left))
 
     @torch.inference_mode()
-    def next(self, prompt_ids: list[int], response_ids: list[int], num_left: int) -> Step:
-        """Synchronous version of `__call__`."""
+    def _next(self, prompt_ids: list[int], response_ids: list[int], num_left: int) -> Step:
         text = [*prompt_ids, *response_ids]
         drafted, draft_logits = self._draft(text, min(self.block_size, num_left))
         self.target.start(text[:-1], reuse_prefix=True)

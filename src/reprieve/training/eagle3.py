@@ -92,10 +92,14 @@ def train_eagle3(
         raise ReprieveError(f"training needs 2 texts or more, got {len(texts)}")
     num_held = max(1, round(len(texts) * settings.held_out))
     training, held = texts[num_held:], texts[:num_held]
-    if pair.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32
     learner = _Learner(pair, training, settings)
-    seconds = train(learner, folder, progress=progress)
+    precision = torch.get_float32_matmul_precision()
+    try:
+        if pair.device.type == "cuda":
+            torch.set_float32_matmul_precision("high")  # TF32, for the updates only
+        seconds = train(learner, folder, progress=progress)
+    finally:
+        torch.set_float32_matmul_precision(precision)
     reached = {
         "accuracy": learner.accuracy(held),
         "num_held_out": len(held),
