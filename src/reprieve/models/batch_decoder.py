@@ -21,7 +21,7 @@ from reprieve.errors import require_whole
 from reprieve.models.cache import Snapshot
 from reprieve.models.cached_model import require_positions, shared_length
 from reprieve.models.row_model import RowModel, Unread
-from reprieve.models.sampling import Draw, Sampler, choose
+from reprieve.models.sampling import Draw, Sampler, UniformDraw, choose
 from reprieve.settings import SamplingParams
 from reprieve.transfers import spread, to_device
 
@@ -257,6 +257,9 @@ class BatchDecoder(TextBatch[TextRequest, TextRow[TextRequest]]):
                 request = self._waiting.popleft()
                 admitted.append((index, TextRow(request, list(request.prefix_ids))))
                 self._rows[index] = admitted[-1][1]
+        if self.model.device.type != "cpu":  # a further forward costs more than the tokens that it saves
+            self._read(admitted)
+            return
         while admitted:  # one text of each session at a time: the next can start from what it has read
             first = {id(row.request.session): (index, row) for index, row in reversed(admitted)}
             self._read(list(first.values()))
@@ -264,7 +267,7 @@ class BatchDecoder(TextBatch[TextRequest, TextRow[TextRequest]]):
             admitted = [(index, row) for index, row in admitted if index not in started]
 
     def _read(self, admitted: Sequence[tuple[int, TextRow[TextRequest]]]) -> None:
-        """Restore each text's longest cached prefix and read the rest but the last token, for texts of its session."""
+        """Restore each text's longest cached prefix and read the rest but the last token; keep one text per session."""
         unread: dict[int, Unread] = {}
         for index, row in admitted:
             snapshot, length = row.request.session.longest_prefix(row.token_ids)
@@ -273,11 +276,11 @@ class BatchDecoder(TextBatch[TextRequest, TextRow[TextRequest]]):
             if length < len(row.token_ids) - 1:
                 unread[index] = Unread(index, length, row.token_ids[length:-1])
         self._model.prefill(list(unread.values()))
-        for index, row in admitted:
-            if index in unread:
-                self.num_read += len(unread[index].token_ids)
-                read = row.token_ids[:-1]
-                row.request.session.keep(self._model.cache.snapshot(index, read), read)
+        self.num_read += sum(len(text.token_ids) for text in unread.values())
+        last = {id(row.request.session): (index, row) for index, row in admitted if index in unread}
+        for index, row in last.values():
+            read = row.token_ids[:-1]
+            row.request.session.keep(self._model.cache.snapshot(index, read), read)
 
     def _choose(self, logits: Tensor, active: list[TextRow[TextRequest]]) -> list[int]:
         """Return the next token of each text, from logits [len(active), V]."""
@@ -292,6 +295,7 @@ class BatchDecoder(TextBatch[TextRequest, TextRow[TextRequest]]):
         stopped = self.stops is not None and self.stops(row.token_ids[request.response_start :])
         new_ids = row.token_ids[len(request.prefix_ids) :]
         if stopped or token_id in self.eos_ids or len(new_ids) == request.max_new_tokens:
-            request.session.keep(self._model.cache.snapshot(number, cached), request.prefix_ids)
+            if not isinstance(request.draw, UniformDraw):  # later texts do not begin with a random continuation
+                request.session.keep(self._model.cache.snapshot(number, cached), request.prefix_ids)
             self._rows[number] = None
             request.on_done(new_ids)
