@@ -93,6 +93,7 @@ class RowModel:
             return self._run(token_ids, positions, longest, rows)
         if self._captured != self.cache.capacity:  # the buffers have moved since
             self._graphs.clear()
+            self._pool = None  # PyTorch has released it with the last of its graphs
             self._captured = self.cache.capacity
         key = token_ids.shape[1], longest
         if key not in self._graphs:
