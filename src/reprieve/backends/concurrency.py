@@ -17,8 +17,8 @@ S = TypeVar("S")
 
 async def results_of(
     items: Iterable[S], make: Callable[[S], Coroutine[Any, Any, T]], *, num_parallel: int
-) -> AsyncIterator[T]:
-    """Yield the results of `make` as they complete, with at most `num_parallel` calls in flight.
+) -> AsyncIterator[list[T]]:
+    """Yield the results of `make` as they complete, those of one moment together; `num_parallel` calls are in flight.
 
     After the first failure no new call starts; the failure is raised once the calls in flight have ended and their
     results were yielded.
@@ -32,9 +32,8 @@ async def results_of(
             failures += [error for task in done if (error := task.exception())]
             if not failures:
                 running |= {asyncio.create_task(make(item)) for item in islice(waiting, len(done))}
-            for task in done:
-                if task.exception() is None:
-                    yield task.result()
+            if results := [task.result() for task in done if task.exception() is None]:
+                yield results
         if failures:
             raise failures[0]
     finally:
@@ -44,16 +43,16 @@ async def results_of(
 
 
 def iterate(
-    loop: asyncio.Runner, results: AsyncIterator[T], *, closing: Callable[[], Awaitable[None]] | None = None
+    loop: asyncio.Runner, results: AsyncIterator[list[T]], *, closing: Callable[[], Awaitable[None]] | None = None
 ) -> Iterator[T]:
-    """Turn an asynchronous iterator into a synchronous one; coroutines run only while the caller waits for a result.
+    """Turn `results_of` into a synchronous iterator; coroutines run only while the caller waits for a result.
 
     Args:
         closing: awaited at the end, even after an error.
     """
     end = object()
 
-    async def following() -> T | object:
+    async def following() -> list[T] | object:
         return await anext(results, end)
 
     async def close() -> None:
@@ -66,8 +65,8 @@ def iterate(
             await closing()
 
     try:
-        while (result := loop.run(following())) is not end:
-            yield result  # type: ignore[misc]
+        while (together := loop.run(following())) is not end:
+            yield from together  # type: ignore[misc]
     finally:
         loop.run(close())
 

@@ -170,10 +170,11 @@ class ServedEngine:
 
             try:
                 warm = enumerate(problems[:num_warm])
-                _ = [one async for one in results_of(warm, ask, num_parallel=concurrency)]
+                _ = [some async for some in results_of(warm, ask, num_parallel=concurrency)]
                 began = time.perf_counter()
-                completions = [one async for one in results_of(enumerate(problems), ask, num_parallel=concurrency)]
-                return completions, time.perf_counter() - began
+                answered = [some async for some in results_of(enumerate(problems), ask, num_parallel=concurrency)]
+                seconds = time.perf_counter() - began
+                return [completion for some in answered for completion in some], seconds
             finally:
                 await client.close()
 

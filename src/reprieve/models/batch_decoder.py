@@ -29,6 +29,7 @@ RequestT = TypeVar("RequestT")
 RowT = TypeVar("RowT", bound="TextRow[Any]")
 ResultT = TypeVar("ResultT")
 
+_TURNS_TO_SUBMIT = 6  # of the event loop, from a finished text to the request that follows it in an evaluation
 _SNAPSHOTS = 2  # per session: the running text and the last attempt
 
 
@@ -93,12 +94,14 @@ class Stepper(Generic[RequestT, ResultT]):
 
     Args:
         turns: step once in this many turns of the event loop, so that other batches advance and more texts gather.
+            After a finished text it is more, so that the next one takes its row.
     """
 
     def __init__(self, batch: TextBatch[RequestT, Any], *, turns: int = 1) -> None:
         self.batch = batch
         self.turns = turns
         self._waiting: set[asyncio.Future[ResultT]] = set()
+        self._finished = False  # a text, in the last step
         self._stepping: asyncio.Task[None] | None = None
 
     async def result(self, make_request: Callable[[Callable[[ResultT], None]], RequestT]) -> ResultT:
@@ -110,6 +113,7 @@ class Stepper(Generic[RequestT, ResultT]):
         done: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
 
         def finish(result: ResultT) -> None:
+            self._finished = True
             if not done.done():  # done if it was cancelled
                 done.set_result(result)
 
@@ -128,8 +132,9 @@ class Stepper(Generic[RequestT, ResultT]):
 
     async def _step(self) -> None:
         while not self.batch.idle:
-            for _ in range(self.turns):
+            for _ in range(max(self.turns, _TURNS_TO_SUBMIT) if self._finished else self.turns):
                 await asyncio.sleep(0)  # texts that start now join the step, and other batches have their turn
+            self._finished = False
             try:
                 self.batch.step()
             except Exception as error:
