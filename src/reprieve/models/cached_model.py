@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from reprieve.errors import ContextOverflowError, UnsupportedModelError
 from reprieve.models.cache import RollbackCache
 from reprieve.models.direct import DirectCache, DirectModel, supports
-from reprieve.models.tree_attention import layer_windows, masks_by_layer, tree_mask
+from reprieve.models.tree_attention import any_shape, layer_windows, masks_by_layer, tree_mask
 from reprieve.transfers import spread, to_device
 from reprieve.types import ROOT, Block, HiddenStates, Prefill, select_rows
 
@@ -177,7 +177,8 @@ class CachedModel:
             extra |= {"attention_mask": masks, "position_ids": positions[None]}
         if self.hidden_layers:
             extra["output_hidden_states"] = True
-        output = self.model(input_ids=input_ids[None], past_key_values=self.cache, use_cache=True, **extra)
+        with any_shape():
+            output = self.model(input_ids=input_ids[None], past_key_values=self.cache, use_cache=True, **extra)
         logits = output.logits[0] if num_logits is None else output.logits[0, -num_logits:]
         return logits, {layer: output.hidden_states[layer][0] for layer in self.hidden_layers}
 

@@ -24,6 +24,7 @@ from reprieve.heads.binding import PairIdentity, digest
 from reprieve.heads.files import find_head
 from reprieve.heads.settings import default_layers
 from reprieve.models.cache import RollbackCache
+from reprieve.models.tree_attention import any_shape
 from reprieve.types import HiddenStates
 
 _PARTS: dict[str, tuple[type[PretrainedConfig], Any, Any, Any]] = {
@@ -198,11 +199,13 @@ class EagleHead(nn.Module):
         first: Any = self.layers[0]
         normed = first.hidden_norm(hidden)
         residual = normed if self.config.norm_before_residual else hidden
-        mixed, _ = first.self_attn(hidden_states=torch.cat([first.input_layernorm(embeds), normed], dim=-1), **extra)
-        hidden = residual + mixed
-        hidden = hidden + first.mlp(first.post_attention_layernorm(hidden))
-        for layer in self.layers[1:]:
-            hidden = layer(hidden, **extra)
+        with any_shape():
+            first_input = torch.cat([first.input_layernorm(embeds), normed], dim=-1)
+            mixed, _ = first.self_attn(hidden_states=first_input, **extra)
+            hidden = residual + mixed
+            hidden = hidden + first.mlp(first.post_attention_layernorm(hidden))
+            for layer in self.layers[1:]:
+                hidden = layer(hidden, **extra)
         normed = self.norm(hidden)
         return self.lm_head(normed).float(), normed if self.config.norm_output else hidden
 

@@ -16,7 +16,7 @@ from reprieve.errors import UnsupportedModelError
 from reprieve.models.cache import RowCache
 from reprieve.models.cached_model import execution_device, max_positions, refuse_recurrent
 from reprieve.models.direct import FAMILIES
-from reprieve.models.tree_attention import layer_windows, masks_by_layer
+from reprieve.models.tree_attention import any_shape, layer_windows, masks_by_layer
 from reprieve.transfers import spread, to_device
 from reprieve.types import HiddenStates
 
@@ -90,7 +90,7 @@ class RowModel:
         self.cache.reserve(longest)
         whole = not isinstance(rows, Tensor) and len(token_ids) == self.num_rows
         if not (self._captures and whole and self.cache.capacity):
-            return self._run(token_ids, positions, longest, rows)
+            return self._run_once(token_ids, positions, longest, rows)
         if self._captured != self.cache.capacity:  # the buffers have moved since
             self._graphs.clear()
             self._pool = None  # PyTorch has released it with the last of its graphs
@@ -109,7 +109,7 @@ class RowModel:
                 name = type(self.model).__name__
                 warnings.warn(f"{name} runs without CUDA graphs, which is slower: {error}", stacklevel=2)
                 self._captures = False
-                return self._run(token_ids, positions, longest, rows)
+                return self._run_once(token_ids, positions, longest, rows)
         read: tuple[Tensor, HiddenStates] = self._graphs[key](token_ids, positions)
         return read
 
@@ -127,7 +127,7 @@ class RowModel:
             padded = [text.token_ids + [0] * (size - len(text.token_ids)) for text in group]
             starts = spread([text.start for text in group], torch.long, self.device)
             # Padding is overwritten before any token attends to it.
-            _, hidden = self._run(
+            _, hidden = self._run_once(
                 to_device(torch.tensor(padded), self.device),
                 starts[:, None] + torch.arange(size, device=self.device),
                 max(text.start for text in group) + size,
@@ -136,6 +136,11 @@ class RowModel:
             )
             if on_read is not None:
                 on_read(group, hidden)
+
+    def _run_once(self, *args: Any, **keywords: Any) -> tuple[Tensor, HiddenStates]:
+        """Run a forward of a shape that may not occur again."""
+        with any_shape():
+            return self._run(*args, **keywords)
 
     def _run(
         self, token_ids: Tensor, positions: Tensor, longest: int, rows: Tensor | int, num_logits: int | None = None

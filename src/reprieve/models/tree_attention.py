@@ -1,16 +1,26 @@
-"""Attention masks for a forward over a tree of tokens: each attends to the committed text and its ancestors."""
+"""Attention: masks for a tree of tokens, each of which attends to the committed text and its ancestors; kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from reprieve.transfers import to_device
 from reprieve.types import ROOT
+
+
+def any_shape() -> AbstractContextManager[None]:
+    """Exclude cuDNN's attention kernels: planning one for a new shape takes longer than most forwards (up to 0.3 s)."""
+    kernels: AbstractContextManager[None] = sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )
+    return kernels
 
 
 def ancestor_matrix(parents: Sequence[int]) -> Tensor:
