@@ -75,8 +75,13 @@ def test_training_resumes_to_the_same_head_and_learns(tmp_path):
     with pytest.raises(ReprieveError, match="cannot be read as a checkpoint"):
         module.train_eagle3(pair, texts, tmp_path / "cut", settings=settings)
     stranger = Pair(tiny_model(seed=9), None, NumberTokenizer(), "tiny/other", None)
-    with pytest.raises(PairError, match="was made for target 'tiny/target'"):
+    with pytest.warns(UserWarning, match="was trained for target 'tiny/target' with other weights"):
         stranger.eagle_head(str(tmp_path / "whole" / "head"))
+    record = json.loads((tmp_path / "whole" / "head" / "training.json").read_text())
+    record["pair"]["tokenizer"] = "0" * 16
+    (tmp_path / "whole" / "head" / "training.json").write_text(json.dumps(record))
+    with pytest.raises(PairError, match=r"made for target 'tiny/target'.*different tokenizer"):
+        load_eagle3(tmp_path / "whole" / "head", pair.target, identity=pair.identity)
 
 
 def test_the_vocabulary_is_the_answers_most_frequent_tokens():

@@ -7,6 +7,7 @@ This model runs token by token, on a tree or a chain, and does not need that lib
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -217,9 +218,12 @@ def load_eagle3(source: str | Path, target: Any, *, identity: PairIdentity | Non
         target: the `transformers` model it drafts for; its token embedding is used if the file has none.
         identity: of the current pair, for heads that record their target (ours do).
 
+    Warns of a head trained for other weights, such as the target in another precision: verification decides what is
+    accepted, so only tokens per round depend on it.
+
     Raises:
         ReprieveError: not found, unreadable, or in another format.
-        PairError: trained for another target.
+        PairError: made for another tokenizer, or for a target of other sizes.
     """
     folder = find_head(source)
     what = f"EAGLE-3 head {str(source)!r}"
@@ -234,7 +238,14 @@ def load_eagle3(source: str | Path, target: Any, *, identity: PairIdentity | Non
     except Exception as error:  # a third-party file can hold anything
         raise ReprieveError(f"{what} cannot be read: {type(error).__name__}: {error}") from None
     if made_for is not None and identity is not None:
-        made_for.require_matches(identity, what, reads_draft=False)
+        if made_for.tokenizer != identity.tokenizer:
+            made_for.require_matches(identity, what, reads_draft=False)
+        if made_for.target_weights != identity.target_weights:
+            warnings.warn(
+                f"{what} was trained for target {made_for.target!r} with other weights ({made_for.target_weights}, not "
+                f"{identity.target_weights}): the target accepts fewer of its tokens if the models differ much",
+                stacklevel=2,
+            )
     tensors.setdefault("embed_tokens.weight", embedding.detach().cpu())
     _require_fit(what, head, tensors, embedding.shape[0], text)
     head.load_state_dict({name: tensors[name] for name in head.state_dict()})
