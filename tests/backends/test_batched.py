@@ -1,6 +1,7 @@
 """Runs on the batched engine: the local engine's answers, arms kept on the same problems, errors recorded."""
 
 import gc
+import json
 
 import pytest
 
@@ -146,9 +147,15 @@ def test_the_command_line(tmp_path, capsys, monkeypatch):
     assert main([*bench, "--engine", "batched:parallel=3"]) == 0
     assert "answers shared batches: `reprieve bench --engine local` measures them" in capsys.readouterr().err
     assert EngineSettings("batched").draft_tokens("auto", 4) == (8, 4)
+    short = [*bench[:-1], "short", "--skip", "target_only", "--skip", "draft_only"]
+    assert main([*short, "--engine", "batched:parallel=3"]) == 0
+    document = json.loads((tmp_path / "short" / "results.json").read_text())
+    assert [arm["spec"] for arm in document["arms"]] == ["lossless", "margin:delta=2"]
+    capsys.readouterr()
     for command, message in (
         ([*bench, "--engine", "batched:parallel=0"], "parallel must be"),
         ([*bench, "--engine", "batched:rows=3"], "engine batched has no parameter 'rows'; it takes parallel"),
+        ([*bench, "--skip", "lossless"], "skip must be one of target_only, draft_only, got 'lossless'"),
         ([*bench, "--engine", "batched", "--workers", "2"], "--workers applies to --engine local only"),
         ([*bench, "--engine", "batched", "--concurrency", "4"], "--concurrency requires a server engine"),
         (["mine", "autojudge", *SMALL, "--engine", "batched"], "on --engine local, mining is batched already"),

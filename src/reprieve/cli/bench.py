@@ -39,11 +39,12 @@ _FEW = 100  # problems; with fewer, the fastest K may be due to chance
 
 @dataclass(frozen=True)
 class Bench(Command):
-    """Compare rules on a task; target-only, draft-only and lossless are always among them.
+    """Compare rules on a task, with each other and with target-only, draft-only and lossless decoding.
 
     Args:
         arm: A rule, such as margin:delta=1,2,3 (an arm for each) or judge:path=heads/j@K=24; lossless_rerun;
             direct:top_k:k=4. Repeatable.
+        skip: target_only or draft_only, to leave it out. Repeatable.
         num_draft_tokens: K, drafted tokens per round; several as 8,16,auto; auto (adaptive), or auto:path=HEAD.
         num_workers: Parallel processes. With more than one, timings are unreliable.
         out: Folder for results; run again with it to resume.
@@ -53,6 +54,7 @@ class Bench(Command):
     example = "reprieve bench --arm judge --arm margin:delta=1,2 --limit 100"
 
     arm: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
     num_draft_tokens: tuple[NumDraftTokens, ...] = (AUTO,)
     settings: RunSettings = field(default_factory=RunSettings)
     speed: SpeedSettings = field(default_factory=SpeedSettings)
@@ -64,8 +66,12 @@ class Bench(Command):
 
     def run(self) -> int:
         from reprieve.bench.arms import make_arms
+        from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 
+        for name in self.skip:
+            require_choice("skip", name, (TARGET_ONLY, DRAFT_ONLY))
         arms = make_arms(self.arm, self.answering.draft_tokens(*self.num_draft_tokens), target=self.pair.target)
+        arms = [arm for arm in arms if arm.label not in self.skip]
         chat = None
         if self.verdicts.judge is not None:  # a judge that cannot be used fails before anything is measured
             from reprieve.mining.building import make_chat
