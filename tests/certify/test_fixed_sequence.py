@@ -231,6 +231,7 @@ def test_files_that_are_no_certificate_are_refused(tmp_path, content):
         (dict(num_draft_tokens=8), "num_draft_tokens 8 "),
         (dict(dtype="bfloat16"), "dtype bfloat16"),
         (dict(drafter="ngram"), "drafter ngram"),
+        (dict(drafter_weights="eeee"), "drafter_weights eeee"),
         (dict(max_new_tokens=64), "max_new_tokens 64 "),
     ],
 )

@@ -15,6 +15,7 @@ from reprieve.engine import load_pair
 from reprieve.errors import SpecError
 from reprieve.mining.building import build
 from reprieve.mining.draft import BatchedDraft, DraftReader, EagleModel
+from reprieve.mining.pivot import seeded_draw
 from reprieve.mining.settings import AutoJudgeMining, PivotMining
 from reprieve.mining.store import MINED, NO_ANSWER, LabelStore
 from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest
@@ -112,14 +113,16 @@ def test_the_token_budget_covers_the_whole_response_exactly():
     assert last.target.asked == [([], 3)], "nothing is left to generate after the last token of the budget"
 
 
+@pytest.mark.parametrize("at_once", [False, True])  # True as on GPUs
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_batched_decoding_equals_single_decoding_and_reads_prefixes_once(kind):
+def test_batched_decoding_equals_single_decoding_and_reads_prefixes_once(kind, at_once):
     model = tiny_model(kind, seed=2)
     texts = [[3, 4, 5, 6], [9, 8, 7], [30, 2, 2, 2, 2, 2, 11], [5]]
     alone = reprieve.SpeculativeDecoder(CachedModel(model), None, NumberTokenizer())
     params = SamplingParams(max_new_tokens=20)
     wanted = [alone.generate(text, params).token_ids for text in texts]
     decoder = BatchDecoder(model, num_rows=3, params=params, eos_ids=frozenset())
+    decoder._reads_at_once = at_once
     got, sessions = {}, [Session() for _ in texts]
 
     def ask(number, prefix, size):
@@ -139,23 +142,39 @@ def test_batched_decoding_equals_single_decoding_and_reads_prefixes_once(kind):
     assert got[0] == alone.generate([*texts[0], *wanted[0][:7], 13], SamplingParams(max_new_tokens=5)).token_ids
 
 
-def test_rollouts_of_one_prefix_read_it_once(monkeypatch):
+@pytest.mark.parametrize("at_once", [False, True])
+def test_rollouts_of_one_prefix_read_it_once(monkeypatch, at_once):
     monkeypatch.setattr("reprieve.models.row_model._PREFILL_TOKENS", 64)
     model = tiny_model(seed=2)
     prefixes = [list(range(30)), list(range(4, 28))]
     decoder = BatchDecoder(model, num_rows=12, params=SamplingParams(), eos_ids=frozenset())
+    decoder._reads_at_once = at_once  # then in one forward, and each reads it
     got = []
     for prefix in prefixes:
         session = Session()
         for _ in range(5):
             decoder.submit(TextRequest(session, prefix, 6, None, got.append))
     decoder.step()
-    assert decoder.num_read == sum(len(prefix) - 1 for prefix in prefixes) + 10  # and each rollout its last token
+    num_readers = 5 if at_once else 1
+    assert decoder.num_read == num_readers * sum(len(prefix) - 1 for prefix in prefixes) + 10  # with the last tokens
     while not decoder.idle:
         decoder.step()
     alone = reprieve.SpeculativeDecoder(CachedModel(model), None, NumberTokenizer())
     wanted = [alone.generate(prefix, SamplingParams(max_new_tokens=6)).token_ids for prefix in prefixes]
     assert sorted(got) == sorted(wanted * 5)
+
+
+def test_only_texts_that_others_can_begin_with_are_kept():
+    """A rollout's own tokens are random: no later text begins with them."""
+    model, sampled = tiny_model(seed=2), SamplingParams(temperature=1.0)
+    for draw, num_kept in ((None, 2), (seeded_draw(1, 2), 1)):
+        params = SamplingParams() if draw is None else sampled
+        decoder = BatchDecoder(model, num_rows=2, params=params, eos_ids=frozenset())
+        session = Session()
+        decoder.submit(TextRequest(session, [3, 4, 5], 6, draw, lambda ids: None))
+        while not decoder.idle:
+            decoder.step()
+        assert len(session.snapshots) == num_kept and session.snapshots[0].token_ids == [3, 4]
 
 
 def test_batches_need_rows_and_room():

@@ -53,12 +53,14 @@ def both(model, **options):
     return direct, library
 
 
+@pytest.mark.parametrize("folds", [False, True])  # True as on GPUs
 @torch.inference_mode()
-def test_logits_states_and_rollback_equal_the_librarys(model):
+def test_logits_states_and_rollback_equal_the_librarys(model, folds):
     num_layers = model.config.num_hidden_layers
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
         model.to(dtype)
         made = both(model, hidden_layers=(0, 1, -1, num_layers, -2))
+        made[0]._direct._folds = folds
         ours, theirs = (one.start(TEXT[:260]) for one in made)  # beyond the initial capacity
         torch.testing.assert_close(ours.logits, theirs.logits, rtol=tolerance, atol=tolerance)
         for tokens, keep in ((TEXT[260:261], 261), (TEXT[261:270], 264), (TEXT[264:266], 12), (TEXT[12:40], 40)):
@@ -71,11 +73,14 @@ def test_logits_states_and_rollback_equal_the_librarys(model):
                 assert one.length == keep
 
 
+@pytest.mark.parametrize("folds", [False, True])
 @torch.inference_mode()
-def test_trees_and_their_kept_paths_equal_the_librarys(model):
+def test_trees_and_their_kept_paths_equal_the_librarys(model, folds):
     block = Block(torch.tensor([5, 6, 7, 8, 9]), (ROOT, ROOT, 0, 1, 2))
     answers = []
-    for one in both(model):
+    made = both(model)
+    made[0]._direct._folds = folds
+    for one in made:
         one.start(TEXT[:20])
         logits, _ = one.forward(torch.tensor([1, 5, 6, 7, 8, 9]), block)
         one.learn(20, [1, 5, 6, 7, 8, 9])
@@ -130,3 +135,20 @@ def test_later_hooks_disable_the_direct_forward_and_transformers_own_do_not():
     assert not supports(model) and CachedModel(model)._direct is None
     handle.remove()
     assert supports(model)
+
+
+def test_cudnn_is_excluded_until_the_last_forward_has_ended(monkeypatch):
+    from reprieve.models.attention import without_cudnn
+
+    state = [True]
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: state[-1])
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", state.append)
+    with without_cudnn(torch.device("cpu")):
+        assert state == [True]
+    first, second = without_cudnn(torch.device("cuda")), without_cudnn(torch.device("cuda"))
+    first.__enter__()
+    second.__enter__()  # in another thread
+    first.__exit__(None, None, None)
+    assert state[-1] is False
+    second.__exit__(None, None, None)
+    assert state == [True, False, True]

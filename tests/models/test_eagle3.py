@@ -76,7 +76,7 @@ def test_our_forward_equals_the_speculators_models(pair):
                 logits, own = ours(token, own, cache=cache, positions=torch.tensor([size + step]), mask=None)
 
 
-def test_a_head_for_another_target_is_refused(pair, tmp_path):
+def test_a_head_for_a_target_of_other_sizes_is_refused(pair, tmp_path):
     other = tiny_model()
     with pytest.raises(PairError, match="must have shape"):
         load_eagle3(BUNDLED, other)

@@ -18,7 +18,7 @@ S = TypeVar("S")
 async def results_of(
     items: Iterable[S], make: Callable[[S], Coroutine[Any, Any, T]], *, num_parallel: int
 ) -> AsyncIterator[list[T]]:
-    """Yield the results of `make` as they complete, those of one moment together; `num_parallel` calls are in flight.
+    """Yield lists of results of `make` as calls complete, with at most `num_parallel` calls in flight.
 
     After the first failure no new call starts; the failure is raised once the calls in flight have ended and their
     results were yielded.
@@ -45,7 +45,9 @@ async def results_of(
 def iterate(
     loop: asyncio.Runner, results: AsyncIterator[list[T]], *, closing: Callable[[], Awaitable[None]] | None = None
 ) -> Iterator[T]:
-    """Turn `results_of` into a synchronous iterator; coroutines run only while the caller waits for a result.
+    """Yield the results of `results_of` one by one, synchronously; coroutines run only while the caller waits.
+
+    An interrupt loses the results of a list that the caller has not taken yet.
 
     Args:
         closing: awaited at the end, even after an error.
@@ -65,8 +67,8 @@ def iterate(
             await closing()
 
     try:
-        while (together := loop.run(following())) is not end:
-            yield from together  # type: ignore[misc]
+        while (finished := loop.run(following())) is not end:
+            yield from finished  # type: ignore[misc]
     finally:
         loop.run(close())
 

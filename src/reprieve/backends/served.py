@@ -170,11 +170,10 @@ class ServedEngine:
 
             try:
                 warm = enumerate(problems[:num_warm])
-                _ = [some async for some in results_of(warm, ask, num_parallel=concurrency)]
+                _ = [finished async for finished in results_of(warm, ask, num_parallel=concurrency)]
                 began = time.perf_counter()
-                answered = [some async for some in results_of(enumerate(problems), ask, num_parallel=concurrency)]
-                seconds = time.perf_counter() - began
-                return [completion for some in answered for completion in some], seconds
+                lists = [finished async for finished in results_of(enumerate(problems), ask, num_parallel=concurrency)]
+                return [completion for finished in lists for completion in finished], time.perf_counter() - began
             finally:
                 await client.close()
 

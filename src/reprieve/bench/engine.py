@@ -143,12 +143,14 @@ class RunConfig:
 
     def conditions(self, engine: Engine, arm: Arm) -> Conditions:
         """Return the conditions under which a certificate of this arm is valid."""
+        drafter = arm.drafter or self.drafter
         return Conditions(
             pair=engine.facts.identity,
             task=self.task,
             sampling=self.sampling,
             num_draft_tokens=engine.draft_tokens(arm, self.drafter),
-            drafter=arm.drafter or self.drafter,
+            drafter=drafter,
+            drafter_weights="+".join(engine.fingerprints(drafter).values()) or None,
             dtype=self.dtype,
             engine=self.engine,
             engine_version=self.engine_version,

@@ -44,6 +44,7 @@ class Conditions:
     engine_version: str | None = None
     runner: str | None = None  # vLLM's model runner
     engine_arguments: str = ""  # additional flags of the server
+    drafter_weights: str | None = None  # fingerprint of a drafter's own weights; None for the pair's draft
 
     @property
     def format(self) -> dict[str, Any]:
@@ -63,7 +64,7 @@ class Conditions:
         return {
             **{part: getattr(self.pair, part) for part in ("target_weights", "draft_weights", "tokenizer")},
             "task": self.task.partition(":")[0],
-            **{name: getattr(self, name) for name in ("num_draft_tokens", "drafter", "dtype")},
+            **{name: getattr(self, name) for name in ("num_draft_tokens", "drafter", "drafter_weights", "dtype")},
             "max_new_tokens": self.max_new_tokens or "the task's",
             **{name: getattr(self, name) for name in ("engine", "engine_version", "runner", "engine_arguments")},
             "prompt format:": describe_format(self.format),

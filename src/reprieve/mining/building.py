@@ -52,7 +52,6 @@ from reprieve.tasks.answers import ANSWERS_VERSION
 from reprieve.tasks.chat import Chat, OpenAIChat, openai_client
 from reprieve.tasks.prompting import with_prompts
 
-_BRANCHES = 16  # of each problem whose rounds are labelled, continued at once on accelerators
 _MOST_WALKS = 32  # rows of one batch: a step reads all, and most problems wait for rollouts
 
 
@@ -231,10 +230,9 @@ def _target(settings: MiningSettings, pair: Pair, responses: ResponseFormat, ser
     if isinstance(settings, AutoJudgeMining) and settings.api_url is not None:
         client = openai_client(settings.api_url)
         return ApiTarget(client, settings.pair.target, responses, prompts=settings.api_prompts)
-    branches = isinstance(settings, TraceMining) and _on_accelerator(pair)
     decoder = BatchDecoder(
         pair.target,
-        num_rows=settings.in_flight * (_BRANCHES if branches else settings.rows_per_problem),
+        num_rows=settings.in_flight * settings.rows_per_problem,
         params=settings.params,
         eos_ids=responses.eos_ids,
         stops=responses.stops,

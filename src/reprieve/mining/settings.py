@@ -220,4 +220,4 @@ class TraceMining(MiningSettings):
 
     @property
     def rows_per_problem(self) -> int:
-        return 2  # concurrent branches of a problem
+        return 4  # of a problem's branches, continued at once

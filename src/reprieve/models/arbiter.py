@@ -22,9 +22,9 @@ from reprieve.errors import SpecError, import_extra
 from reprieve.heads.arbiter import READINGS, Arbiter
 from reprieve.heads.features import TokenStates, assemble
 from reprieve.heads.settings import ArbiterShape
+from reprieve.models.attention import layer_windows, masks_by_layer, without_cudnn
 from reprieve.models.cache import RollbackCache
 from reprieve.models.cached_model import execution_device, refuse_recurrent, require_positions
-from reprieve.models.tree_attention import layer_windows, masks_by_layer
 from reprieve.needs import Need
 from reprieve.rules import Rule
 from reprieve.transfers import spread, to_device, to_host
@@ -259,13 +259,14 @@ class ArbiterModel(nn.Module):
             values = torch.zeros(visible.shape, dtype=self.dtype)
             return to_device(values.masked_fill(~visible, torch.finfo(self.dtype).min)[None, None], self.device)
 
-        output = self.backbone(
-            inputs_embeds=embeddings[None],
-            attention_mask=masks_by_layer(mask, self._windows),
-            position_ids=to_device(rows.positions[None], self.device),
-            past_key_values=cache,
-            use_cache=cache is not None,
-        )
+        with without_cudnn(self.device):
+            output = self.backbone(
+                inputs_embeds=embeddings[None],
+                attention_mask=masks_by_layer(mask, self._windows),
+                position_ids=to_device(rows.positions[None], self.device),
+                past_key_values=cache,
+                use_cache=cache is not None,
+            )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 

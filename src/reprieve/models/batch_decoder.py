@@ -29,7 +29,7 @@ RequestT = TypeVar("RequestT")
 RowT = TypeVar("RowT", bound="TextRow[Any]")
 ResultT = TypeVar("ResultT")
 
-_TURNS_TO_SUBMIT = 6  # of the event loop, from a finished text to the request that follows it in an evaluation
+_TURNS_TO_SUBMIT = 6  # of the event loop, between a finished text and the next request of an evaluation
 _SNAPSHOTS = 2  # per session: the running text and the last attempt
 
 
@@ -55,6 +55,11 @@ class TextBatch(ABC, Generic[RequestT, RowT]):
         require_whole("num_rows", num_rows, 1)
         self._rows: list[RowT | None] = [None] * num_rows
         self._waiting: deque[RequestT] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of texts that wait for a row."""
+        return len(self._waiting)
 
     @property
     def idle(self) -> bool:
@@ -93,15 +98,15 @@ class Stepper(Generic[RequestT, ResultT]):
     """Steps a batch until it is idle, for coroutines that wait for its texts.
 
     Args:
-        turns: step once in this many turns of the event loop, so that other batches advance and more texts gather.
-            After a finished text it is more, so that the next one takes its row.
+        turns: step once in this many turns of the event loop, so that other batches advance and more texts gather. If a
+            text has finished and none waits for its row, more turns pass, so that the next request can take it.
     """
 
     def __init__(self, batch: TextBatch[RequestT, Any], *, turns: int = 1) -> None:
         self.batch = batch
         self.turns = turns
         self._waiting: set[asyncio.Future[ResultT]] = set()
-        self._finished = False  # a text, in the last step
+        self._finished = False  # whether the last step finished a text
         self._stepping: asyncio.Task[None] | None = None
 
     async def result(self, make_request: Callable[[Callable[[ResultT], None]], RequestT]) -> ResultT:
@@ -132,7 +137,8 @@ class Stepper(Generic[RequestT, ResultT]):
 
     async def _step(self) -> None:
         while not self.batch.idle:
-            for _ in range(max(self.turns, _TURNS_TO_SUBMIT) if self._finished else self.turns):
+            free = self._finished and not self.batch.num_waiting
+            for _ in range(max(self.turns, _TURNS_TO_SUBMIT) if free else self.turns):
                 await asyncio.sleep(0)  # texts that start now join the step, and other batches have their turn
             self._finished = False
             try:
@@ -223,6 +229,8 @@ class BatchDecoder(TextBatch[TextRequest, TextRow[TextRequest]]):
         self.sampler = Sampler(params, model.device)
         self.num_read = 0  # tokens read by forwards, without padding
         self._model = RowModel(model, num_rows)
+        # On accelerators, a further forward costs more than the tokens that it saves.
+        self._reads_at_once = model.device.type != "cpu"
 
     def submit(self, request: TextRequest) -> None:
         """Queue a text; it finishes immediately if `max_new_tokens` is below 1.
@@ -262,7 +270,7 @@ class BatchDecoder(TextBatch[TextRequest, TextRow[TextRequest]]):
                 request = self._waiting.popleft()
                 admitted.append((index, TextRow(request, list(request.prefix_ids))))
                 self._rows[index] = admitted[-1][1]
-        if self.model.device.type != "cpu":  # a further forward costs more than the tokens that it saves
+        if self._reads_at_once:
             self._read(admitted)
             return
         while admitted:  # one text of each session at a time: the next can start from what it has read
@@ -272,7 +280,7 @@ class BatchDecoder(TextBatch[TextRequest, TextRow[TextRequest]]):
             admitted = [(index, row) for index, row in admitted if index not in started]
 
     def _read(self, admitted: Sequence[tuple[int, TextRow[TextRequest]]]) -> None:
-        """Restore each text's longest cached prefix and read the rest but the last token; keep one text per session."""
+        """Restore each text's longest cached prefix and read all but the last token; keep a snapshot per session."""
         unread: dict[int, Unread] = {}
         for index, row in admitted:
             snapshot, length = row.request.session.longest_prefix(row.token_ids)

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from reprieve.errors import ContextOverflowError, UnsupportedModelError
+from reprieve.models.attention import layer_windows, masks_by_layer, tree_mask, without_cudnn
 from reprieve.models.cache import RollbackCache
 from reprieve.models.direct import DirectCache, DirectModel, supports
-from reprieve.models.tree_attention import any_shape, layer_windows, masks_by_layer, tree_mask
 from reprieve.transfers import spread, to_device
 from reprieve.types import ROOT, Block, HiddenStates, Prefill, select_rows
 
@@ -158,12 +158,13 @@ class CachedModel:
         else:
             input_ids, known = spread(list(token_ids), torch.long, self.device), list(token_ids)
         positions, masks = (None, None) if tree is None else self._tree_arguments(tree)
-        if self._direct is not None:
-            logits, states = self._direct(
-                input_ids, positions=positions, mask=masks, num_logits=num_logits, hidden_layers=self.hidden_layers
-            )
-        else:
-            logits, states = self._run_library(input_ids, positions, masks, num_logits)
+        with without_cudnn(self.device):
+            if self._direct is not None:
+                logits, states = self._direct(
+                    input_ids, positions=positions, mask=masks, num_logits=num_logits, hidden_layers=self.hidden_layers
+                )
+            else:
+                logits, states = self._run_library(input_ids, positions, masks, num_logits)
         self.cached_ids += known  # last, because an interrupted forward must not count
         return logits, states or None
 
@@ -177,8 +178,7 @@ class CachedModel:
             extra |= {"attention_mask": masks, "position_ids": positions[None]}
         if self.hidden_layers:
             extra["output_hidden_states"] = True
-        with any_shape():
-            output = self.model(input_ids=input_ids[None], past_key_values=self.cache, use_cache=True, **extra)
+        output = self.model(input_ids=input_ids[None], past_key_values=self.cache, use_cache=True, **extra)
         logits = output.logits[0] if num_logits is None else output.logits[0, -num_logits:]
         return logits, {layer: output.hidden_states[layer][0] for layer in self.hidden_layers}
 

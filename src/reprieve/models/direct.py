@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from reprieve.models.attention import grouped_attention, layer_windows
 from reprieve.models.cache import capacity_for
 from reprieve.models.int8 import is_int8
-from reprieve.models.tree_attention import layer_windows
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _ROTARY = ("default", "linear", "llama3", "yarn")  # types with fixed frequencies
@@ -118,6 +118,7 @@ class DirectModel:
         self._num_kv_heads = config.num_key_value_heads
         self._head_dim = self._layers[0].attention.head_dim
         self._grouped = self._num_heads != self._num_kv_heads
+        self._folds = self._embedding.is_cuda  # fused kernels there take either a mask or grouped heads
         self._turns: tuple[Tensor, Tensor] | None = None  # cosines and sines of all positions so far
 
     def __call__(
@@ -179,14 +180,11 @@ class DirectModel:
             keys = _normed(keys, layer.key_norm.weight, self._eps)
         cached[0, :, start:end] = _turned(keys, turns).transpose(0, 1)
         cached[1, :, start:end] = layer.value(y).view(num, self._num_kv_heads, self._head_dim).transpose(0, 1)
-        attended = F.scaled_dot_product_attention(
-            _turned(queries, turns).transpose(0, 1)[None],
-            cached[None, 0, :, :end],
-            cached[None, 1, :, :end],
-            attn_mask=mask,
-            is_causal=causal,
-            enable_gqa=self._grouped,
-        )
+        read = _turned(queries, turns).transpose(0, 1)[None], cached[None, 0, :, :end], cached[None, 1, :, :end]
+        if mask is not None and self._folds:
+            attended = grouped_attention(*read, mask[(None,) * (4 - mask.dim())])
+        else:
+            attended = F.scaled_dot_product_attention(*read, attn_mask=mask, is_causal=causal, enable_gqa=self._grouped)
         out: Tensor = layer.out(attended[0].transpose(0, 1).reshape(num, -1))
         return out
 

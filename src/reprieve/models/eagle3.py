@@ -24,8 +24,8 @@ from reprieve.files import read_json
 from reprieve.heads.binding import PairIdentity, digest
 from reprieve.heads.files import find_head
 from reprieve.heads.settings import default_layers
+from reprieve.models.attention import without_cudnn
 from reprieve.models.cache import RollbackCache
-from reprieve.models.tree_attention import any_shape
 from reprieve.types import HiddenStates
 
 _PARTS: dict[str, tuple[type[PretrainedConfig], Any, Any, Any]] = {
@@ -200,7 +200,7 @@ class EagleHead(nn.Module):
         first: Any = self.layers[0]
         normed = first.hidden_norm(hidden)
         residual = normed if self.config.norm_before_residual else hidden
-        with any_shape():
+        with without_cudnn(hidden.device):
             first_input = torch.cat([first.input_layernorm(embeds), normed], dim=-1)
             mixed, _ = first.self_attn(hidden_states=first_input, **extra)
             hidden = residual + mixed
@@ -214,12 +214,12 @@ class EagleHead(nn.Module):
 def load_eagle3(source: str | Path, target: Any, *, identity: PairIdentity | None = None) -> EagleHead:
     """Load a head from a folder or a hub id, on the target's device and in its dtype.
 
+    Warns if the head was trained for other weights, such as the target before it was quantised. Lossless answers do not
+    depend on the head; under a relaxed rule, the rescued tokens and so the accuracy do.
+
     Args:
         target: the `transformers` model it drafts for; its token embedding is used if the file has none.
         identity: of the current pair, for heads that record their target (ours do).
-
-    Warns of a head trained for other weights, such as the target in another precision: verification decides what is
-    accepted, so only tokens per round depend on it.
 
     Raises:
         ReprieveError: not found, unreadable, or in another format.
@@ -238,12 +238,13 @@ def load_eagle3(source: str | Path, target: Any, *, identity: PairIdentity | Non
     except Exception as error:  # a third-party file can hold anything
         raise ReprieveError(f"{what} cannot be read: {type(error).__name__}: {error}") from None
     if made_for is not None and identity is not None:
-        if made_for.tokenizer != identity.tokenizer:
+        different = made_for.differences(identity, reads_draft=False)
+        if "tokenizer" in different:
             made_for.require_matches(identity, what, reads_draft=False)
-        if made_for.target_weights != identity.target_weights:
+        elif different:
             warnings.warn(
                 f"{what} was trained for target {made_for.target!r} with other weights ({made_for.target_weights}, not "
-                f"{identity.target_weights}): the target accepts fewer of its tokens if the models differ much",
+                f"{identity.target_weights}): it can draft worse, and relaxed rules can rescue other tokens",
                 stacklevel=2,
             )
     tensors.setdefault("embed_tokens.weight", embedding.detach().cpu())

@@ -142,7 +142,7 @@ class ModelPair:
 
         Raises:
             ReprieveError: not found, or unreadable.
-            PairError: made for another target.
+            PairError: made for another tokenizer, or for a target of other sizes.
         """
         if source not in self._eagle_heads:
             self._eagle_heads[source] = load_eagle3(source, self.target, identity=self.identity)

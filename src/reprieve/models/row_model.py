@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
 from reprieve.errors import UnsupportedModelError
+from reprieve.models.attention import grouped_attention, layer_windows, masks_by_layer, without_cudnn
 from reprieve.models.cache import RowCache
 from reprieve.models.cached_model import execution_device, max_positions, refuse_recurrent
 from reprieve.models.direct import FAMILIES
-from reprieve.models.tree_attention import any_shape, layer_windows, masks_by_layer
 from reprieve.transfers import spread, to_device
 from reprieve.types import HiddenStates
 
@@ -60,7 +59,7 @@ class RowModel:
         self._windows = layer_windows(model)
         limit = max_positions(model)
         self._last_position = None if limit is None else limit - 1
-        # Other families can have sinks, soft caps or biases, which `_grouped_attention` does not implement.
+        # Other families can have sinks, soft caps or biases, which `grouped_attention` does not implement.
         self._grouped = type(model).__name__ in FAMILIES
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._captured = 0  # capacity of the cache that the graphs write to
@@ -93,11 +92,10 @@ class RowModel:
             return self._run_once(token_ids, positions, longest, rows)
         if self._captured != self.cache.capacity:  # the buffers have moved since
             self._graphs.clear()
-            self._pool = None  # PyTorch has released it with the last of its graphs
             self._captured = self.cache.capacity
         key = token_ids.shape[1], longest
         if key not in self._graphs:
-            if self._pool is None:
+            if not self._graphs:  # PyTorch releases a pool with its last graph
                 self._pool = torch.cuda.graph_pool_handle()
             try:
                 self._graphs[key] = _Graph(
@@ -139,7 +137,7 @@ class RowModel:
 
     def _run_once(self, *args: Any, **keywords: Any) -> tuple[Tensor, HiddenStates]:
         """Run a forward of a shape that may not occur again."""
-        with any_shape():
+        with without_cudnn(self.device):
             return self._run(*args, **keywords)
 
     def _run(
@@ -207,23 +205,11 @@ class _Graph:
         return self._output
 
 
-def _grouped_attention(
+def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """Attend without copying keys and values for each query head: the heads of a group become more query rows.
-
-    Args:
-        query: [R, H, n, d].
-        key, value: [R, G, columns, d], G a divisor of H.
-        attention_mask: [R, 1, n, columns], bool.
-    """
-    num, heads, size, dim = query.shape
-    groups = key.shape[1]
-    share = heads // groups
-    folded = query.reshape(num, groups, share * size, dim)
-    mask = attention_mask.expand(num, share, size, -1).reshape(num, 1, share * size, -1)
-    attended = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
-    return attended.reshape(num, heads, size, dim).transpose(1, 2).contiguous(), None
+    """`grouped_attention`, as transformers calls it."""
+    return grouped_attention(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
 
 
 def _of_similar_length(texts: Sequence[Unread]) -> list[list[Unread]]:
@@ -266,4 +252,4 @@ def refuse_varying_positions(model: PreTrainedModel) -> None:
         )
 
 
-AttentionInterface.register(ATTENTION, _grouped_attention)
+AttentionInterface.register(ATTENTION, _attention)

@@ -1,26 +1,64 @@
-"""Attention: masks for a tree of tokens, each of which attends to the committed text and its ancestors; kernels."""
+"""Attention: masks for trees of tokens, grouped query heads, and the choice of kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from reprieve.transfers import to_device
 from reprieve.types import ROOT
 
+_lock = threading.Lock()
+_num_without = 0  # forwards that currently exclude cuDNN
+_enabled_before = True
 
-def any_shape() -> AbstractContextManager[None]:
+
+@contextmanager
+def without_cudnn(device: torch.device) -> Iterator[None]:
     """Exclude cuDNN's attention kernels: planning one for a new shape takes longer than most forwards (up to 0.3 s)."""
-    kernels: AbstractContextManager[None] = sdpa_kernel(
-        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    )
-    return kernels
+    global _num_without, _enabled_before
+    if device.type != "cuda":
+        yield
+        return
+    with _lock:  # the setting is global, and several threads can run forwards
+        if not _num_without:
+            _enabled_before = torch.backends.cuda.cudnn_sdp_enabled()
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        _num_without += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_without -= 1
+            if not _num_without:
+                torch.backends.cuda.enable_cudnn_sdp(_enabled_before)
+
+
+def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
+    """Attend without copying keys and values for each query head: the heads of a group become more query rows.
+
+    Args:
+        query: [R, H, n, d].
+        key, value: [R, G, columns, d], G a divisor of H.
+        mask: [R, 1, n, columns], bool or additive.
+        scale: of the products; None for 1 / sqrt(d).
+
+    Returns:
+        [R, H, n, d].
+    """
+    num, heads, size, dim = query.shape
+    groups = key.shape[1]
+    share = heads // groups
+    folded = query.reshape(num, groups, share * size, dim)
+    mask = mask.expand(num, share, size, -1).reshape(num, 1, share * size, -1)
+    return F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale).reshape(query.shape)
 
 
 def ancestor_matrix(parents: Sequence[int]) -> Tensor:
