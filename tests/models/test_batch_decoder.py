@@ -16,6 +16,10 @@ class Rows:
         self.waiting, self.row, self.fails, self.finished = [], None, False, []
 
     @property
+    def num_waiting(self):
+        return len(self.waiting)
+
+    @property
     def idle(self):
         return not self.waiting and self.row is None
 
