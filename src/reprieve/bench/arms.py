@@ -18,7 +18,6 @@ from reprieve.heads.folds import FoldedHead
 from reprieve.heads.length import fitting_length
 from reprieve.heads.loading import attach_heads
 from reprieve.rules import Rule, parse_rule
-from reprieve.rules.truncation import require_truncation
 from reprieve.settings import AUTO, NumDraftTokens, named_length, read_draft_tokens, require_draft_tokens
 from reprieve.specs import parse_parameters, split
 
@@ -204,7 +203,7 @@ def make_arm(spec: str | Rule, k: NumDraftTokens, *, suffixed: bool = False, tar
         raise SpecError(f"{name.partition(':')[0]}: arms have no K and no drafter to set, got {spec!r}")
     if name.startswith(DIRECT):
         truncation = parse_rule(name.removeprefix(DIRECT))
-        require_truncation(truncation)
+        SamplingParams(truncation=truncation)  # refuses a rule that reads more than the target's distribution
         return Arm(DIRECT + truncation.spec, None, k, truncation=truncation)
     if name.startswith(CERTIFIED):
         certificate = Certificate.load(name.removeprefix(CERTIFIED))

@@ -21,9 +21,10 @@ from reprieve.rules import parse_rule
 from reprieve.types import PARTS
 
 _LONGEST_ROUND = 40
+_NUM_EXAMPLES = 4  # answers shown side by side, of each run
 
 
-def write_report(folders: Sequence[Path], path: Path, *, title: str = "", num_examples: int = 4) -> Path:
+def write_report(folders: Sequence[Path], path: Path, *, title: str = "") -> Path:
     """Write the page; returns its path.
 
     Raises:
@@ -34,7 +35,7 @@ def write_report(folders: Sequence[Path], path: Path, *, title: str = "", num_ex
     judged: list[dict[str, Any]] = []
     for folder in folders:
         found = _run_in(folder)
-        runs += [_run_view(document, read_answers(folder), num_examples) for document in found]
+        runs += [_run_view(document, read_answers(folder)) for document in found]
         its_certificates = _certificates_in(folder)
         certificates += its_certificates
         judged += [read_json(judgement, "the file") for judgement in sorted(folder.glob("judged-*.json"))]
@@ -74,7 +75,7 @@ def _certificates_in(folder: Path) -> list[Certificate]:
     return found
 
 
-def _run_view(document: dict[str, Any], records: list[ProblemRecord], num_examples: int) -> dict[str, Any]:
+def _run_view(document: dict[str, Any], records: list[ProblemRecord]) -> dict[str, Any]:
     arms, graded = document["arms"], document.get("graded", True)
     rows = common_rows([arm["spec"] for arm in arms], records, document.get("num_trials", 1))
     strict = next((arm["spec"] for arm in arms if arm["rule"] == "lossless"), None)
@@ -99,7 +100,7 @@ def _run_view(document: dict[str, Any], records: list[ProblemRecord], num_exampl
         "lengths": _drawn(figures.round_lengths(lengths, longest)) if lengths else None,
         "times": _drawn(figures.times(times, PARTS)),
         "growth": _drawn(figures.answer_growth(growth)) if growth else None,
-        "examples": _examples(arms, rows, strict, num_examples) if strict else [],
+        "examples": _examples(arms, rows, strict) if strict else [],
     }
 
 
@@ -125,7 +126,7 @@ def _round_lengths(arms: list[dict[str, Any]], rows: Any, names: dict[str, str])
     return found
 
 
-def _examples(arms: list[dict[str, Any]], rows: Any, strict: str, num: int) -> list[dict[str, Any]]:
+def _examples(arms: list[dict[str, Any]], rows: Any, strict: str) -> list[dict[str, Any]]:
     """Choose answers that lossless solved: right ones with the most rescues, then wrong ones with the fewest."""
     kept: list[tuple[str, ProblemRecord, ProblemRecord]] = []
     spoiled: list[tuple[str, ProblemRecord, ProblemRecord]] = []
@@ -141,7 +142,7 @@ def _examples(arms: list[dict[str, Any]], rows: Any, strict: str, num: int) -> l
     for pool in (kept, spoiled):
         seen: set[str] = set()
         for item in pool:  # one example an arm, so that one lenient arm does not fill the list
-            if item[0] not in seen and len(seen) < (num + 1) // 2:
+            if item[0] not in seen and len(seen) < _NUM_EXAMPLES // 2:
                 seen.add(item[0])
                 chosen.append(item)
     return [
@@ -153,7 +154,7 @@ def _examples(arms: list[dict[str, Any]], rows: Any, strict: str, num: int) -> l
                 (name, relaxed, _pieces(relaxed)),
             ],
         }
-        for name, lossless, relaxed in chosen[:num]
+        for name, lossless, relaxed in chosen[:_NUM_EXAMPLES]
     ]
 
 

@@ -16,7 +16,6 @@ class Report(Command):
     Args:
         folders: Result folders of bench or certify.
         title: Title of the page.
-        num_examples: Number of answers shown side by side for each run.
         out: The HTML file.
     """
 
@@ -25,12 +24,11 @@ class Report(Command):
 
     folders: tuple[Path, ...] = field(metadata={"positional": True})
     title: str = ""
-    num_examples: int = 4
     out: Path = Path("report.html")
 
     def run(self) -> int:
         from reprieve.bench.report import write_report
 
-        path = write_report(self.folders, self.out, title=self.title, num_examples=self.num_examples)
+        path = write_report(self.folders, self.out, title=self.title)
         screen.say(f"report: {path} ({path.stat().st_size / 1024:.0f} KiB, opens in any browser)")
         return 0

@@ -21,14 +21,8 @@ from reprieve.models.int8 import num_weights
 from reprieve.settings import PairSettings
 
 _LARGE = 500_000_000  # parameters; larger models use all cores without a trial
-
-
 _GAIN = 1.25  # required speedup, because a second thread occupies another core
-
-
 _REPEATS = 7
-
-
 _READ = 8  # tokens of a trial forward
 
 

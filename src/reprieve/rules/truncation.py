@@ -9,21 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reprieve.errors import SpecError
 from reprieve.rules.base import Rule, bounded_risk
 from reprieve.types import Evidence
 
 _CHUNK = 64  # tokens
-
-
-def require_truncation(rule: Rule) -> None:
-    """Refuse a rule that reads more than the target's distribution.
-
-    Raises:
-        SpecError: names the rule.
-    """
-    if not rule.traits.truncates:
-        raise SpecError(f"direct: takes a rule that judges by the target's distribution alone, got {rule.name}")
 
 
 def truncated_tokens(
