@@ -143,7 +143,7 @@ def test_batched_decoding_equals_single_decoding_and_reads_prefixes_once(kind, a
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_rollouts_of_one_prefix_read_it_once(monkeypatch, at_once):
+def test_rollouts_of_one_prefix_read_it_once_or_at_once(monkeypatch, at_once):
     monkeypatch.setattr("reprieve.models.row_model._PREFILL_TOKENS", 64)
     model = tiny_model(seed=2)
     prefixes = [list(range(30)), list(range(4, 28))]

@@ -46,6 +46,7 @@ class ServedEngine:
         self.num_parallel = deployer.settings.parallel
         self.num_positions: int | None = None  # the server says so itself
         self._announce = announce
+        self._drafter_weights: dict[str, str] = {}  # fingerprints, because the files are large and every arm asks
         self._slots: dict[tuple[str, int, str], Slot] = {}
         self._up: tuple[Slot, Running] | None = None
 
@@ -73,10 +74,12 @@ class ServedEngine:
         if settings.name != "eagle3":
             return {}
         source = settings.source(self.identity.target)
-        files = sorted(find_head(source).glob("*.safetensors"))
-        if not files:
-            raise ReprieveError(f"drafter {drafter!r} has no safetensors files")
-        return {source: digest(b"".join(file.read_bytes() for file in files))}
+        if source not in self._drafter_weights:
+            files = sorted(find_head(source).glob("*.safetensors"))
+            if not files:
+                raise ReprieveError(f"drafter {drafter!r} has no safetensors files")
+            self._drafter_weights[source] = digest(b"".join(file.read_bytes() for file in files))
+        return {source: self._drafter_weights[source]}
 
     def draft_tokens(self, arm: Arm, drafter: str) -> NumDraftTokens:
         """See `Engine`."""

@@ -203,7 +203,10 @@ def make_arm(spec: str | Rule, k: NumDraftTokens, *, suffixed: bool = False, tar
         raise SpecError(f"{name.partition(':')[0]}: arms have no K and no drafter to set, got {spec!r}")
     if name.startswith(DIRECT):
         truncation = parse_rule(name.removeprefix(DIRECT))
-        SamplingParams(truncation=truncation)  # refuses a rule that reads more than the target's distribution
+        if not truncation.traits.truncates:
+            raise SpecError(
+                f"direct: takes a rule that judges by the target's distribution alone, got {truncation.name}"
+            )
         return Arm(DIRECT + truncation.spec, None, k, truncation=truncation)
     if name.startswith(CERTIFIED):
         certificate = Certificate.load(name.removeprefix(CERTIFIED))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from reprieve.models.attention import without_cudnn
 from reprieve.models.cache import RollbackCache
 from reprieve.models.cached_model import CachedModel, execution_device, shared_length
 from reprieve.models.eagle3 import EagleHead
@@ -192,7 +193,9 @@ class BatchedDraft(Draft):
     def _read(self, batch: list[_Text]) -> list[list[int]]:
         size = max(len(text.token_ids) for text in batch)
         rows = [text.token_ids + [0] * (size - len(text.token_ids)) for text in batch]  # attention hides the padding
-        logits = self.model(input_ids=torch.tensor(rows, device=execution_device(self.model)), use_cache=False).logits
+        device = execution_device(self.model)
+        with without_cudnn(device):
+            logits = self.model(input_ids=torch.tensor(rows, device=device), use_cache=False).logits
         best = logits[..., : self.vocab_size].argmax(-1).tolist()
         self.num_forwards += 1
         return [row[text.first : len(text.token_ids)] for row, text in zip(best, batch, strict=True)]

@@ -22,7 +22,7 @@ _enabled_before = True
 
 @contextmanager
 def without_cudnn(device: torch.device) -> Iterator[None]:
-    """Exclude cuDNN's attention kernels: planning one for a new shape takes longer than most forwards (up to 0.3 s)."""
+    """Exclude cuDNN's attention kernels, which the host needs milliseconds to start where shapes change."""
     global _num_without, _enabled_before
     if device.type != "cuda":
         yield

@@ -67,6 +67,9 @@ class Int8Linear(nn.Module):
             weight, _ = torch.ops.quantized.linear_unpack(self._packed)
             return cast(Tensor, weight.dequantize())
 
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
 
 def _product(activations: Tensor, packed: object) -> Tensor:
     """Return activations [rows, in] in [-1, 1], quantised to 7 bits, times packed int8 weights: [rows, out]."""

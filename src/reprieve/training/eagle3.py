@@ -25,6 +25,7 @@ from reprieve.engine import Pair
 from reprieve.errors import ReprieveError, import_extra
 from reprieve.files import replace_file
 from reprieve.heads.binding import digest
+from reprieve.models.attention import without_cudnn
 from reprieve.models.int8 import output_weights
 from reprieve.training.loop import NetworkLearner, Progress, learning_rate_at, train
 from reprieve.training.own_text import OwnText
@@ -245,7 +246,8 @@ class _Learner(NetworkLearner):
         for row, text in enumerate(texts):
             ids = text.prompt_ids + text.answer_ids
             padded[row, : len(ids)] = torch.tensor(ids)
-        output = self.pair.target(input_ids=padded, output_hidden_states=True, use_cache=False)
+        with without_cudnn(device):
+            output = self.pair.target(input_ids=padded, output_hidden_states=True, use_cache=False)
         states = torch.cat([output.hidden_states[layer] for layer in self.layers], dim=-1).float()
         logits = output.logits[..., self.t2d.to(device)].float()
         pieces = []
