@@ -50,6 +50,7 @@ def test_the_miniature_answers_a_first_question_and_decodes_losslessly():
         assert prompt != question or task.extract_answer(made.text) == "41"
 
 
+@pytest.mark.slow
 def test_lossless_greedy_equals_generate_on_real_problems(pair):
     decoders = [pair.decoder("lossless", drafter=drafter) for drafter in ("draft", "ngram")]
     for problem in load_task("arithmetic").problems("test", 12):
@@ -58,6 +59,7 @@ def test_lossless_greedy_equals_generate_on_real_problems(pair):
         assert [decoder.generate(problem.prompt).token_ids for decoder in decoders] == [expected, expected]
 
 
+@pytest.mark.slow
 def test_a_lenient_rule_rescues_and_needs_fewer_rounds(pair):
     task = load_task("arithmetic")
     rounds = {}
@@ -68,6 +70,7 @@ def test_a_lenient_rule_rescues_and_needs_fewer_rounds(pair):
     assert rounds["margin:delta=6"] > 1.3 * rounds["lossless"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["judge", "pivot"])
 def test_bundled_heads_fit_their_pair_and_rescue(pair, kind):
     rule = reprieve.parse_rule(f"{kind}:path=reprieve/arithmetic-{kind}")

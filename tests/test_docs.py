@@ -148,6 +148,7 @@ def test_values_that_flag_parsing_alone_accepts_are_refused(line, message, witho
         resolve(line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [page for page in DOCS if "import" in "".join(blocks_of(page.read_text(), "python"))],

@@ -37,6 +37,7 @@ def test_without_the_package_its_rule_is_unknown(capsys):
     assert "rule must be one of" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_its_rule_and_task_run_in_worker_processes(environment, tmp_path):
     done = reprieve(
         environment,
@@ -57,6 +58,7 @@ def test_its_rule_is_listed_with_its_dial(environment):
     assert "surprisal" in done.stdout and "bits" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_playground_offers_its_rule_with_its_stops(environment):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -44,6 +44,7 @@ def engine_of(pair, parallel=6):
     return BatchedEngine(pair, BatchedSettings(parallel))
 
 
+@pytest.mark.slow
 def test_a_batch_gives_the_local_engines_answers(bundled_pair, task, tmp_path):
     arms = arms_of(*SPECS)
     runs = []
@@ -58,6 +59,7 @@ def test_a_batch_gives_the_local_engines_answers(bundled_pair, task, tmp_path):
     assert document["arms"][3]["num_rescued"] > 0
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_has_every_arm_on_its_first_problems(bundled_pair, short, tmp_path):
     arms, engine = arms_of(*SPECS), engine_of(bundled_pair, parallel=2)
     settings = RunSettings(task="arithmetic", limit=12)
@@ -104,6 +106,7 @@ def test_a_failed_forward_is_recorded_and_tried_again(bundled_pair, short, tmp_p
     assert not any(record.error for record in runner.records[-15:])
 
 
+@pytest.mark.slow
 def test_sampled_answers_depend_neither_on_the_batch_nor_on_an_interruption(bundled_pair, short, tmp_path):
     sampling = SamplingSettings(temperature=2.0, draft_temperature=2.0)
     settings = RunSettings(task="arithmetic", limit=2, num_trials=2, sampling=sampling)
@@ -141,6 +144,7 @@ def test_what_a_batch_cannot_decode_is_refused(bundled_pair, spec, reason):
         RunConfig.of(engine_of(bundled_pair), arms_of(spec), SETTINGS)
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     bench = ["bench", *SMALL, "--arm", "margin:delta=2", "--limit", "3", "--out", "run"]

@@ -43,6 +43,7 @@ def arms_of(*specs, k=8):
     return [arm for arm in make_arms(specs, [k], target="reprieve/arithmetic-pair") if arm.rule is not None]
 
 
+@pytest.mark.slow
 def test_a_server_gives_the_local_engines_answers(bundled_pair, task, tmp_path):
     arms = arms_of(*ARMS)
     local = LocalEngine(bundled_pair)
@@ -65,6 +66,7 @@ def test_a_server_gives_the_local_engines_answers(bundled_pair, task, tmp_path):
     assert {"reprieve_rule": "judge", "reprieve_threshold": 0.2} in asked and {"reprieve_rule": "off"} in asked
 
 
+@pytest.mark.slow
 def test_a_run_resumes_after_its_server_dies_without_repeating_requests(bundled_pair, task, tmp_path):
     arms = arms_of(*ARMS)
     with PairServer(bundled_pair, RULES, dies_after=7) as server:
@@ -119,6 +121,7 @@ def test_a_draft_temperature_is_refused_on_servers(bundled_pair, task, tmp_path)
             Runner(RunConfig.of(engine, arms, settings), arms, engine, task, tmp_path).measure()
 
 
+@pytest.mark.slow
 def test_speed_under_load_is_measured_in_turns_and_resumes(bundled_pair, task, tmp_path):
     arms = arms_of(*ARMS[:1])
     speed = SpeedSettings(concurrency=(1, 2), turns=2, num_requests=3)
@@ -154,6 +157,7 @@ def test_concurrency_requires_a_server_engine(capsys):
     assert "--concurrency requires a server engine (--engine vllm)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_certificate_names_the_engine_and_its_noise_floor(bundled_pair, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     certify = ["certify", *SMALL, "--rule", "judge", "--thresholds", "0.02", "--max-drop", "0.5"]
@@ -180,6 +184,7 @@ def test_a_certificate_names_the_engine_and_its_noise_floor(bundled_pair, tmp_pa
     assert made["calibration"]["noise_floor"]["same_answers"] == 1.0 and "on vllm 0.32.0 (v1)" in made["statement"]
 
 
+@pytest.mark.slow
 def test_monitoring_repeats_each_request_with_the_rule_off(bundled_pair, capsys):
     monitor = ["monitor", *SMALL, "--rule", "judge:threshold=0.04", "--share", "1"]
     monitor += ["--limit", "4", "--num-draft-tokens", "8"]

@@ -104,6 +104,7 @@ def test_a_full_disk_names_the_file_and_what_is_kept(tmp_path):
         records.append(ProblemRecord(**GOOD))
 
 
+@pytest.mark.slow
 def test_a_folder_has_one_writer(tmp_path):
     held = claim_run(tmp_path, {"arms": ["a"]})
     code = (

@@ -230,6 +230,7 @@ def test_damaged_line_is_named(tmp_path):
         RecordFile(tmp_path / "problems.jsonl")
 
 
+@pytest.mark.slow
 def test_max_new_tokens_is_reduced_to_fit_the_models(bundled_pair, tmp_path):
     """Data files default to 1,024 tokens; a pair with 512 positions still answers."""
     from reprieve.tasks import load_task

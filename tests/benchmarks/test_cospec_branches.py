@@ -32,6 +32,7 @@ class SameTextTask(LastWordTask):
         return text.strip()
 
 
+@pytest.mark.slow
 def test_both_branches_of_every_decision_are_followed(target, draft):
     """Each mismatch that the answer reached is followed on both sides; here the other side always changes the text."""
     model = trained(draft)
@@ -64,6 +65,7 @@ def test_both_branches_of_every_decision_are_followed(target, draft):
     assert summary["all"]["num"] == reached and summary["all"]["share"][0] == 1.0
 
 
+@pytest.mark.slow
 def test_branches_of_sampled_answers_continue_greedily(target, draft):
     """Branches continue greedily; the recorded choices are those of the sampled answer."""
     model = trained(draft)

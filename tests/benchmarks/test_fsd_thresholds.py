@@ -26,6 +26,7 @@ def test_each_arm_gets_its_fastest_k():
     assert best[0].by_k == {4: 90, 8: 80}
 
 
+@pytest.mark.slow
 def test_the_fsd_protocol_raises_the_threshold_until_accuracy_falls_too_far(pair, tmp_path):
     asked = FsdSettings(
         "random", (0.1, 0.5, 0.9), num_draft_tokens=(2, 4), main_limit=12, main_trials=1, run=settings(limit=3)

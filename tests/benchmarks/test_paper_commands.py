@@ -52,6 +52,7 @@ def test_bad_usage_is_reported(kind, arguments, told, tmp_path, monkeypatch, cap
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_accepted_and_refused_tokens_are_audited(tmp_path):
     rule = "lts:theta=0.9"
     report = tmp_path / "audit.json"
@@ -85,6 +86,7 @@ def test_accepted_and_refused_tokens_are_audited(tmp_path):
     assert found["num_refused"] > 5 and 0 < found["answer"]["tokens"][0] <= found["answer"]["places_any"][0] <= 1
 
 
+@pytest.mark.slow
 def test_branches_are_written_for_a_table(tmp_path):
     report = tmp_path / "branches.json"
     assert run_command(Branches, [*SMALL, "--limit", "1", "--out", str(report)]) == 0

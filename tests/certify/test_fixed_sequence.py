@@ -65,6 +65,7 @@ def test_the_betting_bound_matches_the_literature_at_gsm8ks_size():
     assert np.mean(above) == pytest.approx(0.015, abs=0.002), "Hoeffding's would be 0.067"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "shares", "bound"),
     [
@@ -144,6 +145,7 @@ def test_evidence_counts_regressions_and_improvements():
     assert not evidence.passed and evidence.upper_bound > 0.5
 
 
+@pytest.mark.slow
 def test_the_confidence_sequence_covers_the_truth_at_all_times():
     rng = np.random.default_rng(3)
     missed = 0

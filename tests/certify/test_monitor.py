@@ -85,6 +85,7 @@ def test_checks_run_in_parallel_and_count_in_request_order():
     assert (final.num_checked, final.num_failed) == (4, 0) and counted == [0.0, 0.1, 0.2, 0.3]
 
 
+@pytest.mark.slow
 def test_watching_a_task_checks_every_answer(pair, tmp_path):
     arms = make_arms(["random:rate=0.9"], [4])
     whole = run(pair, arms, tmp_path, limit=15)

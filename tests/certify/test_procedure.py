@@ -78,6 +78,7 @@ def test_trying_thresholds_until_one_passes_is_refused(pair, tmp_path):
         certify(plan(thresholds=(0.5, 2.0)), LocalEngine(pair), ToyTask(), tmp_path, command="c")
 
 
+@pytest.mark.slow
 def test_nothing_is_certified_without_references_or_with_failed_answers(pair, tmp_path):
     with pytest.raises(SpecError, match="no right answers"):
         certify(plan(), LocalEngine(pair), TwoTurns(), tmp_path / "a", command="c")
@@ -116,6 +117,7 @@ def test_invalid_plans_are_refused_before_any_measurement(changes, message):
         plan(**changes)
 
 
+@pytest.mark.slow
 def test_a_second_rule_reuses_the_strict_answers(pair, tmp_path):
     certify(plan(), LocalEngine(pair), ToyTask(), tmp_path, command="c")
     certify(plan(rule="top_k", thresholds=(2, 3)), LocalEngine(pair), ToyTask(), tmp_path, command="c")

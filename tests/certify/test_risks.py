@@ -40,6 +40,7 @@ def test_a_rule_whose_answers_do_not_end_is_refused():
     assert not found.passed and not found.risks[1].passed and found.risks[0].passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("risk", ["growth", "unfinished", "drop"])
 def test_a_risk_at_its_bound_is_certified_in_at_most_one_task_in_twenty(risk):
     """A thousand simulated tasks whose true risk is exactly the bound."""

@@ -65,6 +65,7 @@ def prompt_text(name):
     return f"{system}<|im_start|>user\nSay ", f"!<|im_end|>\n<|im_start|>assistant\n{empty}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_command_reads_the_same_prompt_tokens(name, pair, read, words, capsys):
     form = [*FORMATS[name], "--max-new-tokens", LENGTH]
@@ -91,6 +92,7 @@ def test_every_command_reads_the_same_prompt_tokens(name, pair, read, words, cap
     assert LabelStore(Path("labels")).manifest["prompt"].get("chat_template", False) is (name != "raw")
 
 
+@pytest.mark.slow
 def test_a_head_records_its_prompt_format_and_problems(pair, read, words, capsys, recwarn):
     form = [*FORMATS["off"], "--max-new-tokens", LENGTH]
     models = words[:6]
@@ -109,6 +111,7 @@ def test_a_head_records_its_prompt_format_and_problems(pair, read, words, capsys
     assert any("its head was made from 1 of these 2 problems" in str(item.message) for item in recwarn)
 
 
+@pytest.mark.slow
 def test_certifying_on_a_heads_training_problems_is_refused_by_name(pair, words, capsys):
     form = ["--max-new-tokens", LENGTH]
     assert main(["mine", "autojudge", *words, *form, "--split", "all", "--limit", "30", "--out", "labels"]) == 0

@@ -145,6 +145,7 @@ def test_bad_usage_is_reported(arguments, says, capsys):
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_runs_configuration_repeats_the_run(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     arms = ["--arm", "margin:delta=3", "--arm", "top_k:k=4"]

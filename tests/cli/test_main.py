@@ -79,6 +79,7 @@ def test_bench_writes_results_records_and_figure_and_resumes(tmp_path, capsys):
     assert "command: bench" in (tmp_path / "run" / "config.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_lists_make_an_arm_for_each_value_and_k_and_the_fastest_is_reported(tmp_path, capsys):
     out = str(tmp_path / "run")
     arguments = ["--arm", "margin:delta=1,4", "--num-draft-tokens", "4,8", "--limit", "2", "--out", out]
@@ -90,9 +91,10 @@ def test_lists_make_an_arm_for_each_value_and_k_and_the_fastest_is_reported(tmp_
     assert specs[2:] == [f"{rule}@K={k}" for k in (4, 8) for rule in ("lossless", "margin:delta=1", "margin:delta=4")]
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_finished_answers_and_exits_130(tmp_path):
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "reprieve.cli.main", "bench", "--limit", "500", "--out", str(out)]
+    command = [sys.executable, "-m", "reprieve.cli.main", "bench", *SMALL, "--limit", "500", "--out", str(out)]
     process = subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,
@@ -217,6 +219,7 @@ def test_rules_lists_every_rule_with_its_parameters(capsys):
     assert "divergence=js" in listed
 
 
+@pytest.mark.slow
 def test_calibrating_and_pruning_from_the_command_line(tmp_path, capsys):
     out = str(tmp_path / "lts")
     command = ["train", "lts", *SMALL, "--limit", "3", "--out", out]
@@ -238,6 +241,7 @@ def test_calibrating_and_pruning_from_the_command_line(tmp_path, capsys):
     assert by_spec["lossless"]["pruned_share"] == 0
 
 
+@pytest.mark.slow
 def test_a_drafting_head_is_trained_once_and_drafts_losslessly(tmp_path, capsys):
     pytest.importorskip("speculators")
     out = tmp_path / "eagle"

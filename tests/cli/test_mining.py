@@ -116,6 +116,7 @@ def test_state_arbiter_end_to_end(tmp_path, capsys):
     assert "labels must say what both sides of a mismatch are worth" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_annotated_labels_train_a_head(tmp_path, capsys):
     rows = [
         {"prompt": f"Question: {n}?\nAnswer:", "response": f" 5+{n}={n}. The final answer is {n}.", "wrong": [[5, 6]]}
@@ -162,6 +163,7 @@ def test_mining_needs_at_least_one_worker(tmp_path, capsys):
     assert "workers must be in [1, 1024], got 0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_max_new_tokens_is_reduced_to_fit_the_pair(tmp_path):
     rows = [{"question": f"What is {number} + {number}?", "answer": str(2 * number)} for number in range(30)]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -57,6 +57,7 @@ def test_bad_usage_is_refused(data, capsys, given, said):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_row_without_a_readable_answer_is_left_out_and_named(data, recwarn):
     row = '{"question": "How many?", "answer": "some words"}'
     data.write_text("\n".join([*data.read_text().splitlines(), row]) + "\n")
@@ -82,6 +83,7 @@ def test_it_stops_before_any_work_if_no_answer_can_be_read(data, capsys):
     assert not Path("unread").exists()
 
 
+@pytest.mark.slow
 def test_it_stops_if_no_answer_is_right_and_asks_on_a_terminal(data, capsys, monkeypatch):
     rows = [json.loads(line) | {"answer": "-1234567"} for line in data.read_text().splitlines()]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -95,27 +95,14 @@ def eagle_drafter(target, *, prune=False):
 EAGLES = ("eagle3", "eagle3, pruned", "eagle3, weighed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "drafting",
     [
-        "chain",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in (
-                "greedy chain",
-                "block",
-                "exact",
-                "tree, iid",
-                "tree, best",
-                "eagle3",
-                "eagle3, pruned",
-                "eagle3, weighed",
-            )
-        ),
-        "learned length",
-        pytest.param("block, learned length", marks=pytest.mark.slow),
+        "chain", "greedy chain", "block", "exact", "tree, iid", "tree, best", "eagle3", "eagle3, pruned",
+        "eagle3, weighed", "learned length", "block, learned length",
     ],
-)
+)  # fmt: skip
 def test_sampled_lossless_preserves_the_targets_distribution(drafting):
     """Chi-square over all texts of three tokens from a vocabulary of four; seeded, so it is deterministic."""
     size, length = 4, 3

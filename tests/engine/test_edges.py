@@ -92,6 +92,7 @@ def test_sampled_tokens_stay_within_the_requests_top_k(target, draft):
         assert token_id in row.topk(2).indices
 
 
+@pytest.mark.slow
 def test_lenience_keeps_its_bound_with_a_greedy_draft(target, draft):
     """Every first token's share is at most its probability / lenience, plus sampling noise."""
     drafter = DraftModelDrafter(CachedModel(draft), CPU)

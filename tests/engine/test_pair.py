@@ -70,6 +70,7 @@ def test_invalid_k_is_refused(bundled_pair, value, drafter):
         bundled_pair.decoder(num_draft_tokens=value, drafter=drafter)
 
 
+@pytest.mark.slow
 def test_auto_gives_the_targets_answers_and_drafts_few_rejected_tokens(bundled_pair):
     task = reprieve.load_task("arithmetic")
     problems = task.problems("test", 6)

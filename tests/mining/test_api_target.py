@@ -52,6 +52,7 @@ class FakeApi(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompts", ["text", "tokens"])
 def test_an_api_target_gives_the_same_labels_as_a_local_one(prompts, monkeypatch, bundled_pair):
     FakeApi.tokenizer = bundled_pair.tokenizer

@@ -133,6 +133,7 @@ def test_median_length_picks_the_middle_rollout():
     assert median_length([[1] * 4, [2] * 3, [3], [4] * 2]) == [2] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft_temperature", [None, 0.0])
 @pytest.mark.parametrize("batched", [False, True])
 def test_accepted_tokens_and_fallbacks_follow_the_targets_distribution(batched, draft_temperature):
@@ -185,6 +186,7 @@ def test_a_batched_source_stops_at_the_first_rejection_or_the_end(draft_noise):
             assert len(accepted) < 11 and candidate.draft_id != candidate.fallback_id
 
 
+@pytest.mark.slow
 def test_problems_mined_in_one_batch(monkeypatch, tmp_path):
     """As on an accelerator. Labels do not depend on the other problems in flight, nor on an interruption."""
     monkeypatch.setattr(building, "_on_accelerator", lambda pair: True)

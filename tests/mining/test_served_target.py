@@ -40,6 +40,7 @@ def on(server):
     return EngineSettings(f"openai:url={server.url}")
 
 
+@pytest.mark.slow
 def test_labels_equal_the_local_engines(bundled_pair, tmp_path):
     settings = AutoJudgeMining(limit=2, task="arithmetic", pair=PAIR)
     _, ours = mined(settings, tmp_path / "local")
@@ -51,6 +52,7 @@ def test_labels_equal_the_local_engines(bundled_pair, tmp_path):
     assert settings.in_flight == 16 and dataclasses.replace(settings, answering=on(server)).in_flight == 256
 
 
+@pytest.mark.slow
 def test_all_rollouts_of_a_position_are_one_request(bundled_pair, tmp_path):
     sampling = SamplingSettings(temperature=0.6, top_p=0.95, top_k=20)
     with PairServer(bundled_pair) as server:
@@ -61,6 +63,7 @@ def test_all_rollouts_of_a_position_are_one_request(bundled_pair, tmp_path):
     assert problem.mismatches and all(mismatch.num_rollouts == 3 for mismatch in problem.mismatches)
 
 
+@pytest.mark.slow
 def test_walks_on_servers_equal_local_walks_without_the_targets_weights(bundled_pair, tmp_path):
     """The same drafted tokens are rejected, and the same fallbacks are drawn."""
     sampling = SamplingSettings(temperature=0.6, top_p=0.95, top_k=20)
@@ -101,6 +104,7 @@ def test_end_tokens_and_chat_template_come_from_the_targets_files(tmp_path):
     assert 17 in told[False, TraceMining][0]
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_during_a_walk_loses_no_labels(bundled_pair, tmp_path):
     settings = TraceMining(**small(3), num_draft_tokens=4, num_in_flight=1)
     with PairServer(bundled_pair, dies_after=30) as server:
@@ -151,6 +155,7 @@ def test_more_candidates_than_servers_return_are_refused(kind, top_k):
         kind(sampling=sampling, answering=EngineSettings("vllm"))
 
 
+@pytest.mark.slow
 def test_traces_on_a_server_equal_local_traces(bundled_pair, tmp_path):
     settings = TraceMining(**small(2), num_draft_tokens=4)
     _, ours = mined(settings, tmp_path / "local")
@@ -159,6 +164,7 @@ def test_traces_on_a_server_equal_local_traces(bundled_pair, tmp_path):
     assert theirs == ours and server.requests
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_loses_no_labels(bundled_pair, tmp_path, capsys):
     mine = ["mine", "autojudge", *SMALL, "--limit", "3", "--in-flight", "1", "--dtype", "float32"]
     mine += ["--out", str(tmp_path)]

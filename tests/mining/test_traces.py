@@ -73,6 +73,7 @@ def test_greedy_labels_equal_the_targets_greedy_outcomes_of_both_branches(pair, 
     assert min(num.values()) > 5, "each kind of label occurs"
 
 
+@pytest.mark.slow
 def test_traces_of_a_batch_are_those_of_one_prompt_at_a_time(pair, traces):
     miner = miner_of(pair, batched=True)
 
@@ -95,6 +96,7 @@ def test_reached_mismatches_are_separated_from_later_ones(traces):
     )
 
 
+@pytest.mark.slow
 def test_sampled_rollouts_repeat_and_a_cap_leaves_the_rest_unlabelled(pair):
     first, again = (mine(pair, 2, temperature=1.0, num_rollouts=3, max_mismatches=1) for _ in range(2))
     assert [f.rounds for f in first] == [f.rounds for f in again]
@@ -104,6 +106,7 @@ def test_sampled_rollouts_repeat_and_a_cap_leaves_the_rest_unlabelled(pair):
             assert all(u is None or 3 * u == pytest.approx(round(3 * u)) for u in traced.draft_utilities)
 
 
+@pytest.mark.slow
 def test_the_draft_has_its_own_temperature_in_traces_and_rollouts(bundled_pair):
     sampling = SamplingSettings(temperature=1.0, draft_temperature=0.0)
     settings = TraceMining(limit=1, task="arithmetic", pair=PairSettings(ARITHMETIC.name), num_draft_tokens=6,
@@ -171,6 +174,7 @@ def test_bad_mining_settings_are_refused(pair, bad):
         miner_of(pair, **bad)
 
 
+@pytest.mark.slow
 def test_labels_stop_where_the_answer_does(pair):
     """A drafter may continue past an end of text; the tokens after it get no label."""
     task = ParityTask()

@@ -24,6 +24,7 @@ def pair(bundled_pair):
     return bundled_pair
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_bundled_head_drafts_for_the_bundled_target(pair, temperature):
     problems = load_task("arithmetic").problems("test", 6)

@@ -402,6 +402,7 @@ def test_shutdown_finishes_the_running_request_and_refuses_new_ones(pair, prompt
         get(port, "/health")
 
 
+@pytest.mark.slow
 def test_a_terminated_server_ends_open_requests_with_an_error(tmp_path, prompt):
     """The process as an operator runs it: after SIGTERM with a short grace period, every client gets a clear error."""
     command = [sys.executable, "-m", "reprieve.cli.main", "serve", "--port", "0", "--grace", "0.5", "--rule", "margin"]
@@ -441,6 +442,7 @@ def test_quality_is_monitored_in_the_background(pair, prompt):
         wait_for(lambda: "reprieve_quality_checked 2.0" in get(port, "/metrics")[1])
 
 
+@pytest.mark.slow
 def test_concurrent_clients_each_get_their_own_answer(port, pair, prompt):
     problems = load_task("arithmetic").problems("test", 6)
     client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)

@@ -552,6 +552,7 @@ def packed(cases):
     return base64.b64encode(zlib.compress(content)).decode()
 
 
+@pytest.mark.slow
 def test_humaneval_grades_completions_and_whole_programs(sandbox, tmp_path):
     path = tmp_path / "h.jsonl.gz"
     path.write_bytes(gzip.compress((json.dumps(HUMANEVAL) + "\n").encode()))

@@ -56,6 +56,7 @@ def stopping_at(update):
     return progress
 
 
+@pytest.mark.slow
 def test_warm_up_learns_and_resumes_exactly(pair, traces, tmp_path):
     whole = warm_up(pair, traces, "parity", tmp_path / "whole", num_draft_tokens=4, settings=QUICK)
     with pytest.raises(Stop):
@@ -87,6 +88,7 @@ def test_a_warm_up_interrupted_at_the_end_of_an_epoch_still_validates_it(pair, t
     )
 
 
+@pytest.mark.slow
 def test_an_arbiter_with_readings_sees_the_same_inputs_in_training_and_decoding(pair, traces, tmp_path):
     settings = dataclasses.replace(QUICK, readings=True)
     made = warm_up(pair, traces, "parity", tmp_path / "warm", num_draft_tokens=4, settings=settings)
@@ -118,6 +120,7 @@ def test_an_arbiter_with_readings_sees_the_same_inputs_in_training_and_decoding(
         torch.testing.assert_close(torch.tensor(traced.advice), wanted, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_reinforcement_trains_the_readings(pair, traces, tmp_path):
     settings = dataclasses.replace(QUICK, readings=True, num_epochs=1)
     start = warm_up(pair, traces, "parity", tmp_path / "warm", num_draft_tokens=4, settings=settings)

@@ -36,6 +36,7 @@ def texts_of(pair, num=12, shift=0):
     ]
 
 
+@pytest.mark.slow
 def test_training_resumes_to_the_same_head_and_learns(tmp_path):
     pytest.importorskip("speculators")
     from reprieve.training import eagle3 as module

@@ -26,6 +26,7 @@ def trained(pair, *, rule="lossless", settings=SETTINGS, **options):
     return train_length(pair, parse_rule(rule), "toy", PROBLEMS, max_new_tokens=40, settings=settings, **options)
 
 
+@pytest.mark.slow
 def test_a_trained_head_drafts_fewer_rejected_tokens(pair):
     head = trained(pair)
     assert min(head.training["auc_held_out"]) > 0.6
@@ -39,6 +40,7 @@ def test_a_trained_head_drafts_fewer_rejected_tokens(pair):
     assert made["learned"] > made["fixed"] + 0.05
 
 
+@pytest.mark.slow
 def test_a_head_serves_the_range_of_its_training_thresholds(pair):
     settings = LengthTraining(num_draft_tokens=6, thresholds=(2.0, 5.0), grid=(0.1,), held_out=0.3)
     head = trained(pair, rule="top_k:k=3", settings=settings)
@@ -48,6 +50,7 @@ def test_a_head_serves_the_range_of_its_training_thresholds(pair):
         trained(pair, settings=settings)
 
 
+@pytest.mark.slow
 def test_interrupted_training_resumes_to_the_same_head(pair, tmp_path):
     def stop(done, total):
         if done == 9:

@@ -32,6 +32,7 @@ def tokens(seed=0):
     )
 
 
+@pytest.mark.slow
 def test_both_heads_learn_the_signal():
     given, settings = tokens(), StateArbiterTraining(grid=(1.0, 1e-4))
     head = train_state_arbiter(given, IDENTITY, "t", settings=settings)
@@ -44,6 +45,7 @@ def test_both_heads_learn_the_signal():
     assert risks[fresh.gains > 0].mean() < 0.5 < risks[fresh.gains < 0].mean()
 
 
+@pytest.mark.slow
 def test_the_penalty_is_chosen_by_held_out_log_loss():
     """Most features are noise, so the weakest penalty is overconfident."""
     rng = np.random.default_rng(0)
@@ -95,6 +97,7 @@ def test_labels_without_both_sides_are_refused():
         train_state_arbiter(given, IDENTITY, "t")
 
 
+@pytest.mark.slow
 def test_a_draft_that_is_never_better_is_refused():
     given = tokens()
     with pytest.raises(SpecError, match="at least 2 problems must hold labelled tokens, got 0"):
