@@ -12,6 +12,7 @@ from reprieve.drafters import EagleDrafter, EagleSettings
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.engine.batched import BatchedSpeculativeDecoder, Request
 from reprieve.errors import ContextOverflowError, SpecError, UnsupportedModelError
+from reprieve.models.row_model import RowModel
 from reprieve.rules import parse_rule
 from reprieve.types import Provenance
 from tests.kit.tiny import (
@@ -246,6 +247,30 @@ def test_biases_that_need_a_padding_mask_are_refused_in_batches(kind, config):
     assert len(pair.decoder("margin", num_draft_tokens=2).generate([3, 4], params).token_ids) == 6
     with pytest.raises(UnsupportedModelError, match=f"{config.model_type} cannot run in batches"):
         BatchedSpeculativeDecoder(pair, num_rows=1, num_draft_tokens=2, params=params)
+
+
+def test_only_rows_with_a_text_are_read(monkeypatch):
+    """On a CPU, texts move to the first rows as others end."""
+    pair = pair_of()
+    sizes = {"target": [], "draft": []}
+    forward = RowModel.forward
+
+    def read(self, token_ids, *args, **keywords):
+        sizes["target" if self.model is pair.target else "draft"].append(len(token_ids))
+        return forward(self, token_ids, *args, **keywords)
+
+    monkeypatch.setattr(RowModel, "forward", read)
+    rule, made = rule_of("lossless"), {}
+    params = SamplingParams(max_new_tokens=40)
+    decoder = BatchedSpeculativeDecoder(pair, num_rows=4, num_draft_tokens=3, params=params, rules=[rule])
+    for number, limit in enumerate((1, 9, 1, 40)):
+        decoder.submit(Request([5, number], rule, limit, lambda one, number=number: made.update({number: one})))
+    while not decoder.idle:
+        decoder.step()
+    assert sizes["target"][:2] == [4, 2] and sizes["target"][-1] == sizes["draft"][-1] == 1
+    alone = pair.decoder(rule, num_draft_tokens=3)
+    for number, limit in enumerate((1, 9, 1, 40)):
+        assert facts(made[number]) == facts(alone.generate([5, number], SamplingParams(max_new_tokens=limit)))
 
 
 def test_a_dropped_answer_frees_its_row():

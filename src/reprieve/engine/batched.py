@@ -202,6 +202,10 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
         current = _Round(rows, slots, sizes, block, lengths, logits, self.sampler.target_scores(logits), flat)
         self._commit(current, *self._decide(current))
 
+    def _copy_row(self, source: int, to: int) -> None:
+        self._target.cache.copy_row(source, to)
+        self._drafter.copy_row(source, to)
+
     def _admit(self) -> None:
         """Give waiting answers the free rows, and read their prompts except the last token."""
         free = [row for row, slot in enumerate(self._rows) if slot is None]

@@ -80,6 +80,10 @@ class RowDrafter(ABC):
         """Make room for texts of `length` tokens."""
         return
 
+    def copy_row(self, source: int, to: int) -> None:
+        """Copy what is cached of a text to another row."""
+        return
+
     def can_draft(self, token_ids: Sequence[int]) -> bool:
         """Return True if the next block of a text counts."""
         return True
@@ -133,6 +137,10 @@ class DraftModelRows(RowDrafter):
     def reserve(self, length: int) -> None:
         """See `RowDrafter`."""
         self.model.cache.reserve(length)
+
+    def copy_row(self, source: int, to: int) -> None:
+        """See `RowDrafter`."""
+        self.model.cache.copy_row(source, to)
 
     def propose(self, texts: Sequence[RowText], recent: Tensor, lengths: Tensor, longest: int) -> RowBlock:
         """See `RowDrafter`."""
@@ -212,6 +220,11 @@ class EagleRows(RowDrafter):
     def reserve(self, length: int) -> None:
         """See `RowDrafter`."""
         self._cache.reserve(length)
+
+    def copy_row(self, source: int, to: int) -> None:
+        """See `RowDrafter`."""
+        self._cache.copy_row(source, to)
+        self._states[to] = self._states[source]
 
     def observe_block(self, hidden: HiddenStates) -> None:
         """See `RowDrafter`."""

@@ -84,13 +84,24 @@ class TextBatch(ABC, Generic[RequestT, RowT]):
     def step(self) -> None:
         """Advance every text in progress; waiting ones take free rows first."""
 
+    @abstractmethod
+    def _copy_row(self, source: int, to: int) -> None:
+        """Copy what the models have cached of a text to another row."""
+
     def _in_progress(self, device: torch.device) -> tuple[list[int], list[RowT], list[RowT | None]]:
         """Return the numbers of the rows with a text, these rows, and all rows that a forward reads.
 
-        Forwards over all rows run as CUDA graphs; elsewhere, the free rows after the last text are left out.
+        Forwards over all rows run as CUDA graphs; elsewhere, texts move to the first rows, and free rows are not read.
         """
+        if device.type != "cuda":
+            num = sum(map(bool, self._rows))
+            free = [number for number in range(num) if not self._rows[number]]
+            moving = [number for number in range(num, len(self._rows)) if self._rows[number]]
+            for source, to in zip(moving, free, strict=True):
+                self._copy_row(source, to)
+                self._rows[source], self._rows[to] = None, self._rows[source]
         numbers = [number for number, row in enumerate(self._rows) if row]
-        read = self._rows if device.type == "cuda" else self._rows[: max(numbers, default=-1) + 1]
+        read = self._rows if device.type == "cuda" else self._rows[: len(numbers)]
         return numbers, [row for row in self._rows if row], read
 
 
@@ -261,6 +272,9 @@ class BatchDecoder(TextBatch[TextRequest, TextRow[TextRequest]]):
         chosen = self._choose(logits[numbers, -1].float(), active)
         for number, row, token_id in zip(numbers, active, chosen, strict=True):
             self._take(number, row, token_id)
+
+    def _copy_row(self, source: int, to: int) -> None:
+        self._model.cache.copy_row(source, to)
 
     def _admit(self) -> None:
         """Assign free rows to waiting texts, restore their sessions' caches, and read the rest but the last tokens."""

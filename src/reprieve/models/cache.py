@@ -196,6 +196,14 @@ class RowCache(Cache):
         """
         self.placement.rows, self.placement.positions, self.placement.end = rows, positions, end
 
+    def copy_row(self, source: int, to: int) -> None:
+        """Copy a row's states to another row."""
+        for layer in self.layers:
+            assert isinstance(layer, RowLayer)
+            if layer.capacity:
+                assert layer.keys is not None and layer.values is not None
+                layer.keys[to], layer.values[to] = layer.keys[source], layer.values[source]
+
     def snapshot(self, row: int, token_ids: list[int]) -> Snapshot:
         """Return a copy of a row's first `len(token_ids)` tokens."""
         size = len(token_ids)
