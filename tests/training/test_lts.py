@@ -77,6 +77,21 @@ def test_swaps_equal_plain_forwards(tied):
         assert swaps.margin[row] == pytest.approx(float(log_probs[top] - log_probs[token]) ** 2, rel=1e-3, abs=1e-6)
 
 
+def test_an_answer_is_read_once_for_its_candidates_and_effects(monkeypatch):
+    """Trees are read in parts; the logits of the answer itself are not."""
+    monkeypatch.setattr("reprieve.training.lts._MAX_LEAVES", 2)
+    target = CachedModel(tiny_model())
+    forward, plain = target.forward, []
+    monkeypatch.setattr(
+        target, "forward", lambda ids, block=None, **keywords: (plain.append(block is None), forward(ids, block))[1]
+    )
+    meter = SwapMeter(target, Sampler(SamplingParams(temperature=1.0), CPU), top_k=4)
+    for answer in ([7, 8, 9, 10, 11], [7, 8, 9]):
+        candidates = meter.draw_candidates(PROMPT, answer, torch.Generator().manual_seed(0))
+        assert meter.measure(PROMPT, answer, *candidates).num == len(answer)
+    assert plain == [True, False, False, False, True, False, False]
+
+
 def untied():
     from transformers import LlamaConfig, LlamaForCausalLM
 

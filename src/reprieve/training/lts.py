@@ -75,6 +75,7 @@ class SwapMeter:
         self.top_k = top_k
         embeddings: Any = target.model.get_input_embeddings()
         self.scale = whitening(embeddings.weight)
+        self._judged: tuple[list[int], Tensor] | None = None  # the last answer with its prompt, and its logits
 
     @torch.inference_mode()
     def draw_candidates(
@@ -138,15 +139,20 @@ class SwapMeter:
         return Swaps.join(parts)
 
     def _judging(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Tensor:
-        """Return the target's logits for every position of an answer and the next one: [len(answer_ids) + 1, V]."""
-        self.target.start(list(prompt_ids[:-1]), reuse_prefix=True)
-        logits, _ = self.target.forward([prompt_ids[-1], *answer_ids])
-        return logits
+        """Return the target's logits for every position of an answer and the next one: [len(answer_ids) + 1, V].
+
+        A forward is only made for another answer than the last one.
+        """
+        text = [*prompt_ids, *answer_ids]
+        if self._judged is None or self._judged[0] != text:
+            self.target.start(list(prompt_ids[:-1]), reuse_prefix=True)
+            self._judged = text, self.target.forward([prompt_ids[-1], *answer_ids])[0]
+        return self._judged[1]
 
     def _measure(
         self, prompt_ids: Sequence[int], answer_ids: Sequence[int], positions: Sequence[int], token_ids: Sequence[int]
     ) -> Swaps:
-        judging = self._judging(prompt_ids, answer_ids[: max(positions)])[list(positions)]
+        judging = self._judging(prompt_ids, answer_ids[:-1])[list(positions)]
         top_ids = judging.argmax(-1).tolist()
         tree = ResponseTree(answer_ids[: max(positions) + 1])
         for position, token_id, top_id in zip(positions, token_ids, top_ids, strict=True):
