@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reprieve.backends.local import LocalEngine
-from reprieve.bench.answering import provenance_spans
+from reprieve.bench.answering import spans_of
 from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
 from reprieve.bench.results import summarise
@@ -13,7 +13,6 @@ from reprieve.bench.runner import run_arms
 from reprieve.errors import SpecError
 from reprieve.settings import PromptSettings, SamplingParams
 from reprieve.tasks.prompting import Conversation, PromptFormat
-from reprieve.types import Provenance, Token
 from tests.bench.toys import TwoTurns, run, settings
 from tests.kit.tiny import NumberTokenizer
 
@@ -58,11 +57,9 @@ def test_later_turns_see_earlier_answers_and_are_counted(pair, tmp_path):
 
 
 def test_spans_cover_the_text_and_merge_neighbours():
-    kinds = [Provenance.TARGET, Provenance.MATCHED, Provenance.MATCHED, Provenance.RESCUED]
-    tokens = [Token(i, kind) for i, kind in zip((5, 11, 7, 40), kinds, strict=True)]
-    assert provenance_spans(tokens, NumberTokenizer()) == [(2, "t"), (5, "m"), (3, "r")]
-    assert provenance_spans(tokens, NumberTokenizer(), stop=("7",)) == [(2, "t"), (3, "m")]
-    assert provenance_spans([], NumberTokenizer()) == []
+    pieces = [("5 ", "target"), ("11", "matched"), ("", "target"), (" 7 ", "matched"), ("40 ", "rescued")]
+    assert spans_of(pieces) == [[2, "t"], [5, "m"], [3, "r"]]
+    assert spans_of([]) == []
 
 
 def test_records_keep_rounds_and_spans(pair, tmp_path):

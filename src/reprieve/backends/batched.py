@@ -80,7 +80,7 @@ class BatchedEngine:
 
         async def decode(arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:
             generation = await batches[groups[arm.label]].generate(arm, prompt, params)
-            return reply_of(arm, generation, self.tokenizer, params.stop)
+            return reply_of(arm, generation)
 
         answerer = Answerer(config, task, self.tokenizer, decode)
         for key in {groups[job.arm]: None for job in jobs}:

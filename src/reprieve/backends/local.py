@@ -148,7 +148,7 @@ class LocalEngine:
     async def _decode(self, arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:
         decoder = self._decoders[arm.label].outside(problem.problem_id)
         generation = decoder.generate(prompt, params, timed=True)
-        return reply_of(arm, generation, self.tokenizer, params.stop)
+        return reply_of(arm, generation)
 
 
 _ANSWER: Callable[[Sequence[Job]], Iterator[ProblemRecord]] | None = None  # of a worker process

@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 from reprieve.bench.arms import Arm
 from reprieve.bench.engine import RunConfig
 from reprieve.bench.records import ProblemRecord, Reply, totals
 from reprieve.engine import DRAFT_ONLY, SamplingParams
-from reprieve.engine.text import Decodes, TextStream
 from reprieve.errors import EngineError, PairError
 from reprieve.settings import PromptSettings
 from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.prompting import Conversation, PromptFormat, prompt_of
-from reprieve.types import Generation, Provenance, Token
+from reprieve.types import Generation
 
 WARM_UP_TOKENS = 24
-# As records hold it: t, the target's own; m, drafted and matched; r, drafted and rescued.
-CODES = {Provenance.TARGET: "t", Provenance.MATCHED: "m", Provenance.RESCUED: "r"}
-Span = tuple[int, str]  # number of characters, code
 
 
 class Answerer:
@@ -106,7 +104,7 @@ class Answerer:
         return generations
 
 
-def reply_of(arm: Arm, generation: Generation, tokenizer: Decodes, stop: tuple[str, ...]) -> Reply:
+def reply_of(arm: Arm, generation: Generation) -> Reply:
     """Convert the local engine's output to the `Reply` that all engines return."""
     return Reply(
         text=generation.text,
@@ -119,26 +117,16 @@ def reply_of(arm: Arm, generation: Generation, tokenizer: Decodes, stop: tuple[s
         seconds=generation.seconds,
         num_pruned=generation.num_pruned,
         round_lengths=generation.round_lengths,
-        spans=[list(span) for span in provenance_spans(generation.tokens, tokenizer, stop)],
+        spans=spans_of(generation.pieces),
         seconds_by_part=generation.seconds_by_part,
     )
 
 
-def provenance_spans(tokens: Sequence[Token], tokenizer: Decodes, stop: tuple[str, ...] = ()) -> list[Span]:
-    """Return the answer's text as spans of equal provenance; the lengths add up to the text's length.
+def spans_of(pieces: Sequence[tuple[str, str]]) -> list[list[Any]]:
+    """Merge neighbouring pieces of equal provenance: number of characters; t (target), m (matched) or r (rescued).
 
-    A character made of several tokens belongs to the last of them.
+    Args:
+        pieces: see `Generation.pieces`.
     """
-    stream = TextStream(tokenizer, stop)
-    spans: list[Span] = []
-    for number, token in enumerate(tokens):
-        before = len(stream.text)
-        stream.push(token.token_id)
-        if number == len(tokens) - 1:
-            stream.finish()
-        code, grown = CODES[token.provenance], len(stream.text) - before
-        if spans and (spans[-1][1] == code or grown < 0):
-            spans[-1] = (spans[-1][0] + grown, spans[-1][1])
-        elif grown:
-            spans.append((grown, code))
-    return [span for span in spans if span[0] > 0]
+    runs = groupby((piece for piece in pieces if piece[0]), key=itemgetter(1))
+    return [[sum(len(text) for text, _ in run), provenance[0]] for provenance, run in runs]
