@@ -143,7 +143,8 @@ def arms_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> str:
     parts = (
         f"{document['task']}, {document['split']} problems",
         f"n = {document['num_problems']}{times}",
-        f"{sampled}, K = {length}, {document['dtype']}",
+        f"{sampled}, K = {length}, {table.get('weights', document['dtype'])}",
+        *([] if document["engine"] == "local" else [f"engine {document['engine']}"]),
         f"{device}; brackets are 95% intervals.",
     )
     marked = "tokens_per_answer" in columns and any(map(_is_longer, document["arms"]))

@@ -31,6 +31,7 @@ DOCUMENT = {
     "task": "word_problems",
     "split": "test",
     "dtype": "float32",
+    "engine": "local",
     "machine": {"num_threads": 1, "processor": "CPU"},
 }
 
