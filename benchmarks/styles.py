@@ -1,9 +1,11 @@
-"""Count answers that contain a text, and the problems solved where lossless decoding's answer does and does not.
+"""Split a rule's effect on accuracy by the style of answers, and by their first token.
 
     python benchmarks/styles.py RUN=TEXT [RUN=TEXT ...] --out OUT
 
-Rules carry the draft's style into the target's answers. If a text marks a style, such as a code block, this splits a
-rule's effect on accuracy into that of the style and that of other errors. `^TEXT` counts answers that begin with it.
+Rules carry the draft's style into the target's answers. The first table counts answers that contain a text, such as a
+code block, and the problems solved where lossless decoding's answer does and does not. `^TEXT` counts answers that
+begin with it. The second table splits the problems by whether the rule rescued the answer's first token, in runs that
+record where each token comes from.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from reprieve.bench.records import ProblemRecord
 from reprieve.engine import TARGET_ONLY
 from reprieve.errors import SpecError
 
-HEAD = [
+STYLE_HEAD = [
     "run",
     "text",
     "arm",
@@ -27,8 +29,18 @@ HEAD = [
 ]
 
 
-def rows_of(folder: Path, text: str) -> list[list[object]]:
-    """Return a row for each arm of a run.
+FIRST_HEAD = [
+    "run",
+    "arm",
+    "solved, first token rescued",
+    "the same problems, lossless",
+    "solved, others",
+    "the same problems, lossless",
+]
+
+
+def arms_of(folder: Path) -> dict[str, list[ProblemRecord]]:
+    """Return each arm's answers, in the same order of problems.
 
     Raises:
         SpecError: a run without lossless decoding, or with several answers to a problem.
@@ -36,15 +48,30 @@ def rows_of(folder: Path, text: str) -> list[list[object]]:
     config, rows = paired_rows(folder)
     if config.get("num_trials", 1) != 1:
         raise SpecError(f"{str(folder)!r} must have 1 answer per problem, got num_trials {config['num_trials']}")
-    has_text = [_has(record, text) for (record,) in rows[LOSSLESS]]
-    name = folder.name if folder.parent.name == "journals" else f"{folder.parent.name}/{folder.name}"
+    skipped = (TARGET_ONLY, RERUN)
+    return {arm: [record for (record,) in problems] for arm, problems in rows.items() if arm not in skipped}
+
+
+def style_rows(name: str, arms: dict[str, list[ProblemRecord]], text: str) -> list[list[object]]:
+    """Return a row of the first table for each arm of a run."""
+    has_text = [_has(record, text) for record in arms[LOSSLESS]]
     table: list[list[object]] = []
-    for arm, problems in rows.items():
-        if arm in (TARGET_ONLY, RERUN):
-            continue
-        records = [record for (record,) in problems]
+    for arm, records in arms.items():
         cells = [_solved(records, has_text, wanted) for wanted in (True, False)]
         table.append([name, f"`{text}`", f"`{arm}`", sum(_has(record, text) for record in records), *cells])
+    return table
+
+
+def first_token_rows(name: str, arms: dict[str, list[ProblemRecord]]) -> list[list[object]]:
+    """Return a row of the second table for each arm that rescued first tokens."""
+    table: list[list[object]] = []
+    for arm, records in arms.items():
+        rescued = [bool(record.spans) and record.spans[0][1] == "r" for record in records]
+        if any(rescued):
+            solved = [
+                _solved(those, rescued, wanted) for wanted in (True, False) for those in (records, arms[LOSSLESS])
+            ]
+            table.append([name, f"`{arm}`", *solved])
     return table
 
 
@@ -62,13 +89,16 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN=TEXT", help="folder of a run, and the text to look for")
     parser.add_argument("--out", type=Path, required=True, help="folder for the result")
     arguments = parser.parse_args()
-    rows = []
+    styles, first = [], []
     for pair in arguments.runs:
         folder, equals, text = pair.partition("=")
         if not equals or not text:
             parser.error(f"each argument must be RUN=TEXT, got {pair!r}")
-        rows += rows_of(Path(folder), text)
-    write_parts(arguments.out / "styles.json", {"styles": part(HEAD, rows)})
+        name = folder.rstrip("/").rpartition("journals/")[2]
+        arms = arms_of(Path(folder))
+        styles += style_rows(name, arms, text)
+        first += first_token_rows(name, arms)
+    write_parts(arguments.out / "styles.json", {"styles": part(STYLE_HEAD, styles), "first": part(FIRST_HEAD, first)})
 
 
 if __name__ == "__main__":

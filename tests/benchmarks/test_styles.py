@@ -1,4 +1,4 @@
-"""Counts of answers in a style, and of the problems solved with and without it."""
+"""Problems solved, split by the style of an answer and by its first token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import pytest
 
 from reprieve.errors import SpecError
-from styles import rows_of
+from styles import arms_of, first_token_rows, style_rows
 from tests.kit.records import a_record
 
 ANSWERS = {  # by problem: lossless decoding's text and result, the rule's
@@ -32,15 +32,27 @@ def folder(tmp_path):
 
 
 def test_solved_problems_are_split_by_the_style_of_the_lossless_answer(folder):
-    name = f"{folder.parent.name}/{folder.name}"
-    assert rows_of(folder, "print(") == [
-        [name, "`print(`", "`lossless`", 3, "1 of 3", "1 of 1"],
-        [name, "`print(`", "`margin:delta=1`", 1, "2 of 3", "0 of 1"],
+    arms = arms_of(folder)
+    assert style_rows("a", arms, "print(") == [
+        ["a", "`print(`", "`lossless`", 3, "1 of 3", "1 of 1"],
+        ["a", "`print(`", "`margin:delta=1`", 1, "2 of 3", "0 of 1"],
     ]
-    assert [row[3:] for row in rows_of(folder, "^print(")] == [[2, "1 of 2", "1 of 2"], [1, "2 of 2", "0 of 2"]]
+    assert [row[3:] for row in style_rows("a", arms, "^print(")] == [[2, "1 of 2", "1 of 2"], [1, "2 of 2", "0 of 2"]]
+
+
+def test_solved_problems_are_split_by_whether_the_first_token_was_rescued(folder):
+    assert first_token_rows("a", arms_of(folder)) == []
+    lines = (folder / "problems.jsonl").read_text().splitlines()
+    spans = {"p1": [[1, "r"]], "p2": [[7, "m"], [1, "r"]], "p3": [], "p4": [[1, "r"]]}
+    records = [json.loads(line) for line in lines]
+    for record in records:
+        record["spans"] = spans[record["problem_id"]] if record["arm"] != "lossless" else [[1, "t"]]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    rows = first_token_rows("a", arms_of(folder))
+    assert rows == [["a", "`margin:delta=1`", "1 of 2", "1 of 2", "1 of 2", "1 of 2"]]
 
 
 def test_a_run_without_lossless_answers_is_refused(folder):
     (folder / "problems.jsonl").write_text("")
     with pytest.raises(SpecError, match="holds no finished answers of lossless"):
-        rows_of(folder, "print(")
+        arms_of(folder)
