@@ -10,6 +10,7 @@ from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
 from reprieve.bench.results import summarise
 from reprieve.bench.runner import run_arms
+from reprieve.engine.text import text_pieces
 from reprieve.errors import SpecError
 from reprieve.settings import PromptSettings, SamplingParams
 from reprieve.tasks.prompting import Conversation, PromptFormat
@@ -57,9 +58,15 @@ def test_later_turns_see_earlier_answers_and_are_counted(pair, tmp_path):
 
 
 def test_spans_cover_the_text_and_merge_neighbours():
-    pieces = [("5 ", "target"), ("11", "matched"), ("", "target"), (" 7 ", "matched"), ("40 ", "rescued")]
-    assert spans_of(pieces) == [[2, "t"], [5, "m"], [3, "r"]]
+    kinds = ("target", "matched", "matched", "rescued")
+
+    def spans(stop=()):
+        return spans_of(list(zip(text_pieces(NumberTokenizer(), stop, [5, 11, 7, 40]), kinds, strict=True)))
+
+    assert spans() == [[2, "t"], [5, "m"], [3, "r"]]
+    assert spans(stop=("7",)) == [[2, "t"], [3, "m"]]
     assert spans_of([]) == []
+    assert spans_of([("5 ", "matched"), ("", "target"), ("7", "matched")]) == [[3, "m"]]
 
 
 def test_records_keep_rounds_and_spans(pair, tmp_path):

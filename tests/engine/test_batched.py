@@ -75,15 +75,13 @@ def facts(answer):
     return answer.token_ids, origin, answer.round_lengths, answer.text, answer.finish_reason, answer.num_drafted
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "kind", [ARCHITECTURES[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in ARCHITECTURES[1:])]
+)
 def test_mixed_rules_give_the_local_engines_rounds(kind):
-    """All rules with one architecture; with the others, rules that read logits, draft logits and hidden states."""
     pair = pair_of(kind)
     params = SamplingParams(max_new_tokens=40)
-    rules = (
-        RULES if kind == ARCHITECTURES[0] else ("lossless", "margin:delta=2", "asd", "pivot:path=memory,threshold=0.5")
-    )
-    requests = [(prompt, rule_of(spec, pair)) for prompt in PROMPTS for spec in rules]
+    requests = [(prompt, rule_of(spec, pair)) for prompt in PROMPTS for spec in RULES]
     answers = together(pair, requests, params=params)
     for (prompt, rule), answer in zip(requests, answers, strict=True):
         alone = pair.decoder(rule, num_draft_tokens=5).generate(prompt, params)

@@ -60,6 +60,7 @@ class RowDrafter(ABC):
     samples = False  # whether it draws its tokens
     target_layers: tuple[int, ...] = ()  # layers of the target whose states it observes
     models: tuple[RowModel, ...] = ()  # of its own
+    caches: tuple[RowCache, ...] = ()  # of its own
 
     def __init__(self, num_draft_tokens: int) -> None:
         self.num_draft_tokens = num_draft_tokens
@@ -78,11 +79,13 @@ class RowDrafter(ABC):
 
     def reserve(self, length: int) -> None:
         """Make room for texts of `length` tokens."""
-        return
+        for cache in self.caches:
+            cache.reserve(length)
 
     def copy_row(self, source: int, to: int) -> None:
         """Copy what is cached of a text to another row."""
-        return
+        for cache in self.caches:
+            cache.copy_row(source, to)
 
     def can_draft(self, token_ids: Sequence[int]) -> bool:
         """Return True if the next block of a text counts."""
@@ -125,6 +128,7 @@ class DraftModelRows(RowDrafter):
         super().__init__(num_draft_tokens)
         self.model = model
         self.models = (model,)
+        self.caches = (model.cache,)
         self.sampler = sampler
         self.samples = not sampler.draft_greedy
         self.vocab_size = vocab_size
@@ -133,14 +137,6 @@ class DraftModelRows(RowDrafter):
     def read_prompts(self, unread: Sequence[Unread]) -> None:
         """See `RowDrafter`."""
         self.model.prefill(unread)
-
-    def reserve(self, length: int) -> None:
-        """See `RowDrafter`."""
-        self.model.cache.reserve(length)
-
-    def copy_row(self, source: int, to: int) -> None:
-        """See `RowDrafter`."""
-        self.model.cache.copy_row(source, to)
 
     def propose(self, texts: Sequence[RowText], recent: Tensor, lengths: Tensor, longest: int) -> RowBlock:
         """See `RowDrafter`."""
@@ -202,6 +198,7 @@ class EagleRows(RowDrafter):
         self.device = weight.device
         self._target_ids = head.target_ids
         self._cache = RowCache(num_rows, head.config.layer.num_hidden_layers)
+        self.caches = (self._cache,)
         shape = num_rows, num_draft_tokens + 1, len(weight)
         self._states = torch.zeros(shape, dtype=weight.dtype, device=self.device)  # before each new token of a row
 
@@ -217,13 +214,9 @@ class EagleRows(RowDrafter):
             positions = torch.arange(size, device=self.device).expand(len(texts), -1)
             self._read(to_device(torch.tensor(padded), self.device), states[:, :-1], positions, size, rows)
 
-    def reserve(self, length: int) -> None:
-        """See `RowDrafter`."""
-        self._cache.reserve(length)
-
     def copy_row(self, source: int, to: int) -> None:
         """See `RowDrafter`."""
-        self._cache.copy_row(source, to)
+        super().copy_row(source, to)
         self._states[to] = self._states[source]
 
     def observe_block(self, hidden: HiddenStates) -> None:

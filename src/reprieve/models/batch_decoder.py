@@ -91,18 +91,23 @@ class TextBatch(ABC, Generic[RequestT, RowT]):
     def _in_progress(self, device: torch.device) -> tuple[list[int], list[RowT], list[RowT | None]]:
         """Return the numbers of the rows with a text, these rows, and all rows that a forward reads.
 
-        Forwards over all rows run as CUDA graphs; elsewhere, texts move to the first rows, and free rows are not read.
+        Forwards over all rows run as CUDA graphs; elsewhere, texts first move together, and free rows are not read.
         """
-        if device.type != "cuda":
-            num = sum(map(bool, self._rows))
-            free = [number for number in range(num) if not self._rows[number]]
-            moving = [number for number in range(num, len(self._rows)) if self._rows[number]]
-            for source, to in zip(moving, free, strict=True):
-                self._copy_row(source, to)
-                self._rows[source], self._rows[to] = None, self._rows[source]
+        whole = device.type == "cuda"
+        if not whole:
+            self._close_gaps()
         numbers = [number for number, row in enumerate(self._rows) if row]
-        read = self._rows if device.type == "cuda" else self._rows[: len(numbers)]
+        read = self._rows if whole else self._rows[: len(numbers)]
         return numbers, [row for row in self._rows if row], read
+
+    def _close_gaps(self) -> None:
+        """Move texts from the last rows into free ones, so that the first rows hold all of them."""
+        num = sum(map(bool, self._rows))
+        free = [number for number in range(num) if not self._rows[number]]
+        moving = [number for number in range(num, len(self._rows)) if self._rows[number]]
+        for source, to in zip(moving, free, strict=True):
+            self._copy_row(source, to)
+            self._rows[source], self._rows[to] = None, self._rows[source]
 
 
 class Stepper(Generic[RequestT, ResultT]):

@@ -75,7 +75,7 @@ class SwapMeter:
         self.top_k = top_k
         embeddings: Any = target.model.get_input_embeddings()
         self.scale = whitening(embeddings.weight)
-        self._judged: tuple[list[int], Tensor] | None = None  # the last answer with its prompt, and its logits
+        self._judged: tuple[tuple[list[int], list[int]], Tensor] | None = None  # the last prompt and answer, and logits
 
     @torch.inference_mode()
     def draw_candidates(
@@ -143,7 +143,7 @@ class SwapMeter:
 
         A forward is only made for another answer than the last one.
         """
-        text = [*prompt_ids, *answer_ids]
+        text = list(prompt_ids), list(answer_ids)
         if self._judged is None or self._judged[0] != text:
             self.target.start(list(prompt_ids[:-1]), reuse_prefix=True)
             self._judged = text, self.target.forward([prompt_ids[-1], *answer_ids])[0]
