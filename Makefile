@@ -14,7 +14,7 @@ VLLM_RUNS := v1/test_engines.py $(V2_TESTS:%=v2/%) $(filter-out %/test_engines.p
 # Trains EAGLE-3 heads; its dependencies (torchvision, torchaudio) are not needed here.
 EAGLE := speculators hs-connectors loguru
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
-REAL := real-gsm8k-brief-vllm real-judge real-humaneval real-length real-styles real-provable
+REAL := real-gsm8k-brief-vllm real-judge real-humaneval real-length real-styles real-styles-shared real-provable
 REAL_GPU := real-gsm8k-brief real-gsm8k-plain real-certify real-humaneval-gpu real-pad
 CODE := src tests benchmarks recipes examples
 

@@ -1,6 +1,6 @@
 """Split a rule's effect on accuracy by the style of answers, and by their first token.
 
-    python benchmarks/styles.py RUN=TEXT [RUN=TEXT ...] --out OUT
+    python benchmarks/styles.py RUN=TEXT [RUN=TEXT ...] [--shared] --out OUT
 
 Rules carry the draft's style into the target's answers. The first table counts answers that contain a text, such as a
 code block, and the problems solved where lossless decoding's answer does and does not. `^TEXT` counts answers that
@@ -52,6 +52,15 @@ def arms_of(folder: Path) -> dict[str, list[ProblemRecord]]:
     return {arm: [record for (record,) in problems] for arm, problems in rows.items() if arm not in skipped}
 
 
+def shared(runs: dict[str, dict[str, list[ProblemRecord]]]) -> dict[str, dict[str, list[ProblemRecord]]]:
+    """Return the answers of every run to the problems that all of them have."""
+    ids = set.intersection(*({record.problem_id for record in arms[LOSSLESS]} for arms in runs.values()))
+    return {
+        name: {arm: [record for record in records if record.problem_id in ids] for arm, records in arms.items()}
+        for name, arms in runs.items()
+    }
+
+
 def style_rows(name: str, arms: dict[str, list[ProblemRecord]], text: str) -> list[list[object]]:
     """Return a row of the first table for each arm of a run."""
     has_text = [_has(record, text) for record in arms[LOSSLESS]]
@@ -88,16 +97,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN=TEXT", help="folder of a run, and the text to look for")
     parser.add_argument("--out", type=Path, required=True, help="folder for the result")
+    parser.add_argument("--shared", action="store_true", help="only the problems that all runs have")
     arguments = parser.parse_args()
-    styles, first = [], []
+    runs, texts = {}, []
     for pair in arguments.runs:
         folder, equals, text = pair.partition("=")
         if not equals or not text:
             parser.error(f"each argument must be RUN=TEXT, got {pair!r}")
         name = folder.rstrip("/").rpartition("journals/")[2]
-        arms = arms_of(Path(folder))
-        styles += style_rows(name, arms, text)
-        first += first_token_rows(name, arms)
+        runs[name] = arms_of(Path(folder))
+        texts.append((name, text))
+    if arguments.shared:
+        runs = shared(runs)
+    styles = [row for name, text in texts for row in style_rows(name, runs[name], text)]
+    first = [row for name, arms in runs.items() for row in first_token_rows(name, arms)]
     write_parts(arguments.out / "styles.json", {"styles": part(STYLE_HEAD, styles), "first": part(FIRST_HEAD, first)})
 
 

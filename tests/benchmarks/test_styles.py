@@ -7,7 +7,7 @@ import json
 import pytest
 
 from reprieve.errors import SpecError
-from styles import arms_of, first_token_rows, style_rows
+from styles import arms_of, first_token_rows, shared, style_rows
 from tests.kit.records import a_record
 
 ANSWERS = {  # by problem: lossless decoding's text and result, the rule's
@@ -50,6 +50,13 @@ def test_solved_problems_are_split_by_whether_the_first_token_was_rescued(folder
     (folder / "problems.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     rows = first_token_rows("a", arms_of(folder))
     assert rows == [["a", "`margin:delta=1`", "1 of 2", "1 of 2", "1 of 2", "1 of 2"]]
+
+
+def test_runs_are_compared_on_the_problems_that_all_of_them_have(folder):
+    arms = arms_of(folder)
+    fewer = {arm: records[1:] for arm, records in arms.items()}
+    kept = shared({"a": arms, "b": fewer})
+    assert kept == {"a": fewer, "b": fewer} and len(fewer["lossless"]) == 3
 
 
 def test_a_run_without_lossless_answers_is_refused(folder):
