@@ -120,7 +120,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Any], str], str]]] = {
     "rounds_vs_lossless": ("against lossless, rounds", lambda arm, name: _difference(arm[name], 1)),
     "answers_vs_lossless": ("answers per second, over lossless", lambda arm, name: _with_interval(arm, name, 1, 2)),
     "num_truncated": ("unfinished", _plain(0)),
-    "num_unread": ("not read", _plain(0)),
+    "num_unread": ("no answer found", _plain(0)),
 }
 USUAL = ("spec", "accuracy", "accuracy_vs_lossless", "tokens_per_round", "speedup_vs_target", "speedup_vs_lossless")
 
@@ -185,7 +185,7 @@ def certificate_table(table: Mapping[str, Any], document: Mapping[str, Any]) -> 
     ]
     names = {"growth": "longer, %", "unfinished": "more unfinished, points"}
     risks = [names[risk["name"]] for risk in held["risks"]]
-    head = ["threshold", "problems", "lost, points", *risks, "tokens per round"]
+    head = ["threshold", "problems", "loss, points", *risks, "tokens per round"]
     return f"{grid(head, rows)}\n\n{document['statement']}\n`{document['command']}`"
 
 

@@ -39,9 +39,9 @@ class SpeedSettings:
     """Measurement of speed under load, in addition to the answers. Requires a server engine.
 
     Args:
-        concurrency: Requests under way at once, such as 1,8,32.
-        turns: Turns of every arm at every concurrency.
-        num_requests: Requests of a turn. Default: twice the concurrency, at least 16.
+        concurrency: Concurrent requests, such as 1,8,32.
+        turns: Repetitions of each arm at each concurrency.
+        num_requests: Requests per repetition. Default: twice the concurrency, at least 16.
     """
 
     concurrency: tuple[int, ...] = ()

@@ -18,7 +18,7 @@ class Promise:
 
     Args:
         max_drop: The loss to stay below, in (0, 0.99]: 0.01 is one point.
-        confidence: Of the promise, in [0.5, 1).
+        confidence: Confidence level of the guarantee, in [0.5, 1).
         loss: net_drop (solved strictly minus solved relaxed), or regression (solved strictly and failed relaxed).
         max_growth: Growth of the mean answer length to stay below as well: 0.1 is a tenth longer. Default: not bounded.
         max_unfinished: Unfinished answers beyond lossless decoding's to stay below as well: 0.01 is one in a hundred.

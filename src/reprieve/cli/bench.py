@@ -193,7 +193,9 @@ def _report(run: Run, document: dict[str, Any], engine: EngineSettings, out: Pat
         return 130
     show_results(document)
     if unread := next((record for record in run.records if record.unread and document["graded"]), None):
-        screen.say(f"an answer that was not read ({unread.arm}, {unread.problem_id}) ends: {unread.text[-200:]!r}")
+        screen.say(
+            f"a response without a recognised answer ({unread.arm}, {unread.problem_id}) ends: {unread.text[-200:]!r}"
+        )
     show_throughput(document)
     for best in fastest:
         if len(best.by_k) > 1:

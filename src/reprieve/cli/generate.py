@@ -53,7 +53,7 @@ class Generate(Command):
     """
 
     verb = "generate"
-    example = 'reprieve generate "Anna has 23 apples and buys 18 more. How many has she now?" --rule judge'
+    example = 'reprieve generate "Anna has 23 apples and buys 18 more. How many does she have now?" --rule judge'
 
     prompt: str = field(metadata={"positional": True})
     rule: str = "lossless"

@@ -21,7 +21,8 @@ class Serve(Command):
 
     Args:
         rule: A rule to offer: a specification, or a JSON file that also names levels and a cap. The first is the
-            default for requests that choose none. Repeatable. Default: a bundled pair's menu, else margin:delta=1.
+            default for requests that choose none. Repeatable. Default: the rules of the bundled pair, else
+            margin:delta=1.
     """
 
     verb = "serve"

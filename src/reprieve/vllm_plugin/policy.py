@@ -261,7 +261,7 @@ class Policy:
     def describe(self) -> str:
         """The line a server logs when it starts: what is active, and which certificate covers it."""
         levels = ", ".join(["strict", *(f"{level}={value:g}" for level, value in self.levels.items())])
-        text = f"rule {self.rule.spec}; default {self.default or 'the rule as it stands'}; levels {levels}"
+        text = f"rule {self.rule.spec}; default {self.default or 'the rule as configured'}; levels {levels}"
         if self.by_load:
             text += f"; by load {', '.join(f'{count}: {value:g}' for count, value in self.by_load)}"
         if self.max_threshold is not None and self.rule.dial is not None:
