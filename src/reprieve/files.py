@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gzip
 import json
 import os
@@ -13,7 +14,6 @@ import types
 import typing
 import zlib
 from collections.abc import Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -166,49 +166,83 @@ def read_lines(path: Path, what: str, *, repair: bool = False) -> Iterator[tuple
         yield where, values
 
 
-def record_from(kind: type[Record], values: Mapping[str, Any]) -> Record:
-    """Build a dataclass from JSON values. Unknown fields are ignored; missing ones take their default.
+def read_records(
+    path: Path, kind: type[Record], what: str, *, repair: bool = False, signed: bool = False
+) -> Iterator[Record]:
+    """Yield the record of each line; arguments as `read_lines` and `record_from` have them.
 
     Raises:
-        ValueError: names the field that is missing, of another type, negative or too large.
+        ReprieveError: a line is no such record; names file and line.
+    """
+    for where, values in read_lines(path, what, repair=repair):
+        try:
+            yield record_from(kind, values, signed=signed)
+        except ValueError as error:
+            raise ReprieveError(f"{where}: {error}") from None
+
+
+def record_from(kind: type[Record], values: Mapping[str, Any], *, exact: bool = False, signed: bool = False) -> Record:
+    """Build a dataclass from JSON values. Missing fields take their default.
+
+    Args:
+        exact: refuse unknown fields, which are ignored otherwise.
+        signed: allow negative numbers.
+
+    Raises:
+        ValueError: names the field that is missing, unknown, of another type, negative or too large.
     """
     known: dict[str, Any] = {}
     hints = _hints(kind)  # type: ignore[arg-type]
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         if field.name in values:
-            known[field.name] = _converted(field.name, values[field.name], hints[field.name])
+            known[field.name] = converted(field.name, values[field.name], hints[field.name], exact=exact, signed=signed)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ValueError(f"{field.name} is missing")
+    if exact and (unknown := values.keys() - hints.keys()):
+        raise ValueError(f"unknown: {', '.join(sorted(unknown))}")
     return kind(**known)
 
 
-@cache
+@functools.cache
 def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
-def _converted(name: str, value: Any, hint: Any) -> Any:
-    """Return a JSON value as its field's type: a list may become a tuple, and an object a dataclass."""
+def converted(name: str, value: Any, hint: Any, *, exact: bool = False, signed: bool = False) -> Any:
+    """Return a JSON value as its field's type: a list may become a tuple, and an object a dataclass.
+
+    Raises:
+        ValueError: see `record_from`.
+    """
     if isinstance(hint, types.UnionType):
-        if value is None:
+        options = [option for option in typing.get_args(hint) if option is not types.NoneType]
+        if value is None and len(options) < len(typing.get_args(hint)):
             return None
-        (hint,) = (option for option in typing.get_args(hint) if option is not types.NoneType)
+        hint = next((option for option in options if _is_of(value, option)), options[0])
     kind, items = typing.get_origin(hint) or hint, typing.get_args(hint)
+    convert = functools.partial(converted, f"an item of {name}", exact=exact, signed=signed)
     if kind is Any:
         return value
     if dataclasses.is_dataclass(kind):
         _require(name, value, dict)
-        return record_from(typing.cast(type, kind), value)
+        return record_from(typing.cast(type, kind), value, exact=exact, signed=signed)
     if kind in (list, tuple):
         _require(name, value, list)
-        return kind(_converted(f"an item of {name}", item, items[0]) for item in value)
-    if kind is dict:
+        return kind(convert(item, items[0]) for item in value)
+    if kind in (dict, Mapping):
         _require(name, value, dict)
-        return {key: _converted(f"an item of {name}", item, items[1]) for key, item in value.items()}
+        return {key: convert(item, items[1]) for key, item in value.items()}
     _require(name, value, kind)
-    if isinstance(value, int | float) and not 0 <= value < _MOST:
-        raise ValueError(f"{name} must be 0 or more and below {_MOST:g}, got {value!r:.80}")
+    if isinstance(value, int | float) and not (-_MOST if signed else 0) <= value < _MOST:
+        raise ValueError(
+            f"{name} must be {'above -' if signed else '0 or more and below '}{_MOST:g}, got {value!r:.80}"
+        )
     return value
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    kind = typing.get_origin(hint) or hint
+    return isinstance(kind, type) and isinstance(value, kind)
 
 
 def _require(name: str, value: Any, kind: type) -> None:

@@ -213,7 +213,7 @@ class SamplingParams(SamplingSettings):
         require_whole("max_new_tokens", self.max_new_tokens, 1, _MOST_TOKENS)
         require_whole("seed", self.seed, 0, MAX_SEED)
         if self.num_logprobs is not None:
-            require_range("num_logprobs", self.num_logprobs, 0, 20)
+            require_whole("num_logprobs", self.num_logprobs, 0, 20)
         if len(self.stop) > MAX_STOPS:
             raise SpecError(f"stop must hold at most {MAX_STOPS} texts, got {len(self.stop)}")
         for text in self.stop:
@@ -227,7 +227,7 @@ class SamplingParams(SamplingSettings):
 
     def for_problem(self, number: int, trial: int = 0) -> SamplingParams:
         """Return a copy with a separate seed for the `number`th problem of a task and one trial of it."""
-        return dataclasses.replace(self, seed=(self.seed + trial) * 1_000_003 + number)
+        return dataclasses.replace(self, seed=((self.seed + trial) * 1_000_003 + number) % (MAX_SEED + 1))
 
 
 def _require_temperature(name: str, value: float) -> None:

@@ -78,6 +78,21 @@ def share_interval(successes: np.ndarray) -> tuple[float, float]:
     return clustered_interval(successes.astype(float))
 
 
+def grouped_interval(values: np.ndarray, problem_ids: Sequence[str]) -> tuple[float, float]:
+    """95% interval of the mean of values [n], of which a problem may have several: a bootstrap over problems.
+
+    For successes (booleans) with one per problem, or all equal, Wilson's interval with a trial per problem.
+    """
+    order = {name: number for number, name in enumerate(dict.fromkeys(problem_ids))}
+    of_problem = np.array([order[name] for name in problem_ids])
+    counts, sums = np.bincount(of_problem), np.bincount(of_problem, weights=values)
+    if values.dtype == bool and (len(order) == len(values) or values.min() == values.max()):
+        return wilson_interval(int((sums > 0).sum()), len(order))
+    return bootstrap_interval(
+        lambda index: float(sums[index].sum() / counts[index].sum()), len(order), num_resamples=1000
+    )
+
+
 def paired_pvalue(differences: np.ndarray, *, seed: int = 0, num_flips: int = 9999) -> float:
     """Two-sided p-value that paired differences [n] or [n, trials] have mean zero, by flipping problems' signs.
 

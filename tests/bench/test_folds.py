@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import pytest
 import torch
 
 from reprieve.backends.local import LocalEngine
@@ -28,3 +31,15 @@ def test_no_problem_is_decoded_by_a_head_trained_on_it(tmp_path, pair):
         alone = random_head(size=32, seed=fold_of(problem.problem_id, 3), pair=pair.identity)
         assert torch.equal(head.tensors["weight"], alone.tensors["weight"])
     assert {fold_of(f"p{i}", 3) for i in range(40)} == {0, 1, 2}
+
+
+def test_folded_heads_are_held_against_the_prompt_format_too(tmp_path, pair):
+    for fold in range(3):
+        made = dataclasses.replace(random_head(size=32, seed=fold, pair=pair.identity), prompt={"chat_template": True})
+        made.save_pretrained(fold_folder(tmp_path, fold))
+    write_folds(tmp_path, 3)
+    arm = make_arms([f"judge:path={tmp_path},threshold=0.4"], [4])[-1]
+    engine = LocalEngine(pair)
+    config = RunConfig.of(engine, [arm], settings())
+    with pytest.warns(UserWarning, match="made with the chat template and is used with raw prompts"):
+        engine._decoder(config, arm)

@@ -116,3 +116,10 @@ def test_a_folder_has_one_writer(tmp_path):
     assert "is in use by another run" in second.stderr
     del held
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def test_a_damaged_configuration_is_refused_by_name(tmp_path):
+    (tmp_path / "problems.jsonl").write_text(json.dumps(GOOD) + "\n")
+    (tmp_path / "run.json").write_text(json.dumps({"arms": 5}))
+    with pytest.raises(ReprieveError, match="must hold arms as a list, got 5"):
+        claim_run(tmp_path, {"arms": ["a"]}, extendable=("arms",))

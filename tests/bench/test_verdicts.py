@@ -11,8 +11,10 @@ from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
 from reprieve.bench.runner import run_arms
 from reprieve.bench.settings import VerdictSettings
-from reprieve.bench.verdicts import judge_run
+from reprieve.bench.verdicts import Verdict, judge_run, summarise_verdicts
 from reprieve.errors import ReprieveError, SpecError
+from reprieve.files import read_records
+from reprieve.stats import wilson_interval
 from tests.bench.toys import TwoTurns, settings
 
 
@@ -53,3 +55,29 @@ def test_a_judges_position_bias_cancels_out(pair, tmp_path):
         judge_run(tmp_path, problems, chat, replace(judging, baseline="nothing"))
     with pytest.raises(ReprieveError, match=r"no answers in problems\.jsonl"):
         judge_run(tmp_path / "none", problems, chat, judging)
+
+
+def test_trials_of_one_problem_are_not_independent_verdicts():
+    def verdicts(kind, scores):
+        return [
+            Verdict("a", problem, trial, kind, "", [], score)
+            for problem, of_problem in zip("pqrs", scores, strict=True)
+            for trial, score in enumerate(of_problem)
+        ]
+
+    graded = summarise_verdicts(verdicts("grade", [[1.0] * 5, [10.0] * 5, [1.0] * 5, [10.0] * 5]), "lossless")["arms"][
+        0
+    ]
+    low, high = graded["mean_grade_ci95"]
+    assert (graded["mean_grade"], low, high) == (5.5, 1.0, 10.0), "four problems, however often each was graded"
+    compared = summarise_verdicts(verdicts("compare", [[1.0, 1.0]] * 4), "lossless")["arms"][0]
+    assert compared["equal_or_better_ci95"] == list(wilson_interval(4, 4)), "no interval of zero width"
+
+
+def test_a_damaged_verdict_is_named(tmp_path):
+    path = tmp_path / "verdicts.jsonl"
+    path.write_text(
+        '{"arm": "a", "problem_id": "p", "trial": 0, "kind": "grade", "category": "", "votes": [], "score": "x"}\n'
+    )
+    with pytest.raises(ReprieveError, match="line 1 is no verdict: score must be of type float"):
+        list(read_records(path, Verdict, "verdict", signed=True))

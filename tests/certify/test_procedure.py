@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
 from reprieve.bench.records import claim_run
 from reprieve.bench.runner import Runner
-from reprieve.certify.procedure import Plan, certify
+from reprieve.certify.procedure import Plan, _require_first_walk, certify
 from reprieve.certify.settings import CertifySettings, Promise
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.heads.certificates import Certificate
@@ -167,3 +168,17 @@ def test_several_processes_give_the_same_answers(tmp_path, bundled_pair):
     assert all(runner.measure() for runner in runners)
     alone, together = ({(r.arm, r.problem_id): r.text for r in runner.records} for runner in runners)
     assert alone == together and len(alone) == 10
+
+
+def test_a_length_head_of_ones_own_does_not_hide_the_lossless_answers():
+    length = "auto:path=reprieve/miniature-length-lossless"
+    own = Plan.of(
+        CertifySettings(rule="margin", promise=Promise(0.6), thresholds=(1.0, 2.0), num_draft_tokens=length),
+        target="reprieve/miniature",
+    )
+    first, second = (own.arm(rule).label for rule in own.candidates())
+    assert own.arm("lossless").label != "lossless" and own.arm("lossless").label in own.lossless_labels
+    earlier = SimpleNamespace(records=[a_record(arm=label) for label in (*own.lossless_labels, first)])
+    _require_first_walk(own, earlier, {first, second})
+    with pytest.raises(SpecError, match="first tried on these problems, margin:delta=1"):
+        _require_first_walk(own, earlier, {second})

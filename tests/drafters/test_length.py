@@ -197,6 +197,7 @@ def test_tree_limits_follow_the_expected_acceptance():
         trees.expect(4.0)
         trees.learn(8, 1)
     assert trees.least() > before, "a drafter that promises too much"
+    assert TreeLength(StepCosts(0.2, 0.0)).least() > 0, "its logarithm is taken"
 
 
 @pytest.mark.parametrize("value", [0, -1, 513, 2.5, True, "", "Auto", "auto:", "auto:path=", "8", "auto:head=x"])

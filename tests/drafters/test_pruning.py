@@ -98,7 +98,7 @@ def test_pruning_by_hand():
     assert Pruning(epsilon=0.3).kept(parents, logs, 0.0) == [0, 2], "0.6 of 0.82 covers 70% of its depth"
     assert Pruning(epsilon=0.1, leaf=0.3).kept(parents, logs, 0.0) == [0, 2, 3, 5], "a parent keeps its best child"
     assert Pruning("path_prob", keep=0.5).kept(parents, logs, 0.0) == [0, 2, 3]
-    assert Pruning("depth", keep=0.5, alpha=1.0).kept(parents, logs, 0.0) == [], (
-        "its favourites have lost their parents"
+    assert Pruning("depth", keep=0.5, alpha=1.0).kept(parents, logs, 0.0) == [0], (
+        "its favourites have lost their parents: the best root is left"
     )
     assert Pruning().kept([], [], 0.0) == []

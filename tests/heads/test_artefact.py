@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from reprieve import load_head
 from reprieve.bundles import BUNDLED_HEADS, BY_KEY
 from reprieve.errors import PairError, ReprieveError
 from reprieve.heads.artefact import HEADS
-from reprieve.heads.files import find_head
+from reprieve.heads.certificates import Certificate
+from reprieve.heads.files import find_head, signature
 from tests.kit.tiny import IDENTITY, random_head
 
 KINDS = ["judge", "pivot", "state_arbiter", "lts", "arbiter", "length"]
@@ -125,3 +127,24 @@ def test_a_head_of_another_kind_is_refused_by_name(tmp_path):
         load_head(tmp_path, kind="judge")
     with pytest.raises(ReprieveError, match="names no kind"):
         load_head(tmp_path.parent)
+
+
+def test_a_certificate_of_wrong_types_is_refused_and_a_pipe_does_not_hang(tmp_path):
+    random_head("judge").save_pretrained(tmp_path / "head")
+    folder = certified(tmp_path / "head")
+    path = next((folder / "certificates").glob("*.json"))
+    values = json.loads(path.read_text())
+    del values["sha256"]
+    for changes, message in (
+        ({"calibration": []}, "calibration must be of type"),
+        ({"conditions": values["conditions"] | {"sampling": 5}}, "sampling must be of type"),
+        ({"conditions": values["conditions"] | {"extra": 5}}, "unknown: extra"),
+    ):
+        changed = values | changes
+        path.write_text(json.dumps(changed | {"sha256": signature(changed)}))
+        with pytest.raises(ReprieveError, match=message):
+            Certificate.load(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ReprieveError, match="no plain file"):
+        load_head(folder)

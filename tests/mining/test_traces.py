@@ -15,7 +15,7 @@ from reprieve.mining.building import build
 from reprieve.mining.settings import TraceMining
 from reprieve.mining.store import LabelStore
 from reprieve.mining.target import ResponseFormat
-from reprieve.mining.traces import LABELS_VERSION, soft_label
+from reprieve.mining.traces import LABELS_VERSION, TracedRound, _reached, soft_label
 from reprieve.models import CachedModel
 from reprieve.settings import PairSettings, SamplingSettings
 from reprieve.tasks import load_task
@@ -187,3 +187,10 @@ def test_labels_stop_where_the_answer_does(pair):
         for traced in item.rounds:
             for place, label in enumerate(traced.labels):
                 assert label is None or 9 not in traced.draft_ids[:place]
+
+
+def test_no_mismatch_is_reached_behind_one_without_a_label():
+    unlabelled = TracedRound(0, (1, 2, 3), (9, 2, 8), (None, None, 0.2), (None, None, 0.1), (None, None, 0.9))
+    assert list(_reached([unlabelled])) == [], "its context is not the response's"
+    labelled = TracedRound(4, (1, 2, 3), (1, 5, 8), (None, 0.2, 0.2), (None, 0.1, 0.1), (None, 0.9, 0.9))
+    assert [(one.position, one.draft_id, one.target_id) for one in _reached([labelled])] == [(5, 2, 5)]

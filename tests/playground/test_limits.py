@@ -100,3 +100,11 @@ def test_hosts_that_cannot_be_bound_are_refused(host):
 def test_keys_that_no_header_can_carry_are_refused(key, monkeypatch, capsys):
     with pytest.raises(SpecError, match="api_key must be of printable ASCII"):
         PlaygroundSettings(api_key=key)
+
+
+def test_every_loopback_address_checks_the_host_header():
+    assert (
+        PlaygroundSettings(host="127.0.0.2").hosts is not None
+        and "127.0.0.2" in PlaygroundSettings(host="127.0.0.2").hosts
+    )
+    assert PlaygroundSettings(host="0.0.0.0").hosts is None

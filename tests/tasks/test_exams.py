@@ -185,3 +185,19 @@ def test_open_prompts_from_conversations_and_instructions(tmp_path):
         "Sum up.\n\nA text.",
         "Greet.",
     ]
+
+
+def test_one_unreadable_reference_leaves_out_one_row(tmp_path):
+    rows = [{"problem": f"Find {n}.", "solution": f"\\boxed{{{n}}}"} for n in range(3)] + [
+        {"problem": "?", "solution": "?"}
+    ]
+    (tmp_path / "math.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.warns(UserWarning, match="1 rows of .* are left out"):
+        assert len(load_task(f"math:path={tmp_path}/math.jsonl").problems("all", 9)) == 3
+
+
+@pytest.mark.parametrize("right", ["²", True, 3, "D", None])
+def test_a_right_choice_that_is_none_of_them_is_refused(tmp_path, right):
+    (tmp_path / "x.jsonl").write_text(json.dumps(ROWS["mmlu"] | {"answer": right}))
+    with pytest.raises(ReprieveError, match="the right choice must be one of the 3"):
+        load_task(f"mmlu:path={tmp_path}/x.jsonl").problems("all", 1)

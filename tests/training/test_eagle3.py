@@ -31,7 +31,7 @@ def texts_of(pair, num=12, shift=0):
     params = SamplingParams(max_new_tokens=20, temperature=1.0)
     prompts = [[i, (7 * i + shift) % 48, 3, 5] for i in range(num)]
     return [
-        OwnText(prompt, plain.generate(prompt, dataclasses.replace(params, seed=i)).token_ids)
+        OwnText(str(i), prompt, plain.generate(prompt, dataclasses.replace(params, seed=i)).token_ids)
         for i, prompt in enumerate(prompts)
     ]
 
@@ -88,7 +88,7 @@ def test_training_resumes_to_the_same_head_and_learns(tmp_path):
 def test_the_vocabulary_is_the_answers_most_frequent_tokens():
     from reprieve.training.eagle3 import choose_vocabulary
 
-    texts = [OwnText([9, 9, 9], [4, 4, 4, 7, 7, 2]), OwnText([9], [4, 11])]
+    texts = [OwnText("a", [9, 9, 9], [4, 4, 4, 7, 7, 2]), OwnText("b", [9], [4, 11])]
     t2d, d2t = choose_vocabulary(texts, size=3, vocab_size=12)
     ids = (torch.arange(3) + d2t).tolist()
     assert ids == t2d.nonzero().squeeze(-1).tolist() and {4, 7} <= set(ids)
@@ -117,7 +117,9 @@ def test_own_texts_come_from_the_target_and_survive_a_kill(pair, tmp_path):
         b'{"other": 1}\n',
         b"\xff\xfe\n",
         b'{"problem_id": "a", "prompt_ids": [9999], "answer_ids": [1]}\n',
+        b'{"problem_id": "a", "prompt_ids": [1.5], "answer_ids": [1]}\n',
+        b'{"problem_id": "a", "prompt_ids": [1], "answer_ids": {}}\n',
     ):
         path.write_bytes(damaged)
-        with pytest.raises(ReprieveError, match=r"cannot be read as a target|must be UTF-8"):
+        with pytest.raises(ReprieveError, match=r"is no text of the target|a token is not in|must be UTF-8"):
             write_own_texts(path, pair, problems, params=params)

@@ -13,7 +13,7 @@ from reprieve.backends.running import SWITCH, THRESHOLD, Running, facts_of, mode
 from reprieve.backends.settings import OpenAISettings, ServerSettings, VllmSettings
 from reprieve.backends.vllm import Deployment, start_vllm
 from reprieve.drafters import DRAFTERS
-from reprieve.errors import SpecError
+from reprieve.errors import EngineError, SpecError
 from reprieve.heads.certificates import portable_spec
 from reprieve.heads.files import find_head
 from reprieve.models.identity import model_folder
@@ -204,12 +204,14 @@ class RunningServers:
     """Servers that somebody else has started.
 
     Raises:
-        EngineError: one of them does not answer.
+        EngineError: one of them does not answer, or they serve different models.
     """
 
     def __init__(self, settings: OpenAISettings, dtype: str) -> None:
         self.settings = settings
         names = [model_of(url, settings.model) for url in settings.urls]
+        if len(set(names)) > 1:
+            raise EngineError(f"the servers must serve one model under one name, got {', '.join(sorted(set(names)))}")
         facts = facts_of(settings.urls)
         self.dtype = facts.dtype or dtype
         self._running = Running(settings.urls, names[0], facts)

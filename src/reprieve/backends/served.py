@@ -180,7 +180,9 @@ class ServedEngine:
             finally:
                 await client.close()
 
-        return asyncio.run(all_of(Client(running, self.deployer.settings)))
+        settings = self.deployer.settings
+        wide = dataclasses.replace(settings, parallel=max(settings.parallel, concurrency))
+        return asyncio.run(all_of(Client(running, wide)))
 
     def close(self) -> None:
         """End the server, if it was started here."""

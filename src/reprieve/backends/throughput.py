@@ -18,8 +18,7 @@ from reprieve.bench.engine import RunConfig
 from reprieve.bench.results import lossless_for
 from reprieve.bench.settings import SpeedSettings
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
-from reprieve.errors import ReprieveError
-from reprieve.files import append_line, read_lines, record_from
+from reprieve.files import append_line, read_records
 from reprieve.stats import bootstrap_interval
 from reprieve.tasks import Task
 
@@ -74,7 +73,8 @@ def measure_throughput(
     path = folder / FILE
     levels = list(dict.fromkeys(settings.concurrency))
     num_requests = {level: settings.num_requests or max(2 * level, _FEWEST) for level in levels}
-    known = [cell for cell in _read(path) if cell.num_requests == num_requests.get(cell.concurrency)]
+    cells = read_records(path, Cell, "cell of a speed measurement", repair=True)
+    known = [cell for cell in cells if cell.num_requests == num_requests.get(cell.concurrency)]
     done = {(cell.arm, cell.concurrency, cell.turn): cell for cell in known}
     schedule = [
         (level, turn, arm)
@@ -122,14 +122,6 @@ def _middle(values: Sequence[float]) -> tuple[float, float]:
     if not len(values):
         return 0.0, 0.0
     return float(np.quantile(values, 0.5)), float(np.quantile(values, 0.95))
-
-
-def _read(path: Path) -> Iterator[Cell]:
-    for where, values in read_lines(path, "cell of a speed measurement", repair=True):
-        try:
-            yield record_from(Cell, values)
-        except ValueError as error:
-            raise ReprieveError(f"{where}: {error}") from None
 
 
 def _rows(cells: Sequence[Cell], arms: Sequence[Arm]) -> Iterator[dict[str, Any]]:

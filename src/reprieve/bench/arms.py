@@ -16,9 +16,9 @@ from reprieve.errors import SpecError, require_choice
 from reprieve.heads.certificates import Certificate, Conditions, pathless_spec
 from reprieve.heads.folds import FoldedHead
 from reprieve.heads.length import fitting_length
-from reprieve.heads.loading import attach_heads
+from reprieve.heads.loading import attach_heads, split_folds
 from reprieve.rules import Rule, parse_rule
-from reprieve.settings import AUTO, NumDraftTokens, named_length, read_draft_tokens, require_draft_tokens
+from reprieve.settings import AUTO, MAX_SEED, NumDraftTokens, named_length, read_draft_tokens, require_draft_tokens
 from reprieve.specs import parse_parameters, split
 
 LOSSLESS = "lossless"
@@ -87,7 +87,7 @@ class Arm:
     def params(self, params: SamplingParams) -> SamplingParams:
         """Return a run's sampling for this arm. A direct arm always samples: greedy, it would equal the target."""
         if self.truncation is None:
-            return dataclasses.replace(params, seed=params.seed + self.seed_shift)
+            return dataclasses.replace(params, seed=(params.seed + self.seed_shift) % (MAX_SEED + 1))
         return dataclasses.replace(params, truncation=self.truncation, temperature=params.temperature or 1.0)
 
     @property
@@ -126,11 +126,14 @@ class Arm:
         Raises:
             PairError: a head made for another pair.
         """
-        if not self.folded:
-            return FoldedDecoder([self.decoder(pair, drafter=drafter, task=task, conditions=conditions)])
-        assert self.rule is not None
-        drafter = self.drafter or drafter
-        return pair.folded_decoder(self.rule, num_draft_tokens=self.num_draft_tokens, drafter=drafter, task=task)
+        rules = [None] if self.rule is None else split_folds(self.rule)
+        arms = [dataclasses.replace(self, rule=rule) for rule in rules]
+        return FoldedDecoder([arm.decoder(pair, drafter=drafter, task=task, conditions=conditions) for arm in arms])
+
+
+def rule_of(label: str) -> str:
+    """Return the rule in an arm's label, without its own K and drafter."""
+    return _OWN.split(label)[0]
 
 
 def make_arms(
@@ -171,7 +174,7 @@ def expand_values(spec: str) -> list[str]:
 
     A part without `=` is one more value of the parameter before it. Combined rules take no lists.
     """
-    rule = _OWN.split(spec)[0]
+    rule = rule_of(spec)
     name, colon, rest = rule.partition(":")
     if not colon or name in _PREFIXES or any(sign in rule for sign in "|&"):
         return [spec]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reprieve.errors import ReprieveError
-from reprieve.files import append_line, lock_folder, read_json, read_lines, record_from, replace_file
+from reprieve.files import append_line, lock_folder, read_json, read_records, replace_file
 from reprieve.types import PARTS
 
 if TYPE_CHECKING:
@@ -93,13 +93,7 @@ class RecordFile:
         self.records.append(record)
 
     def _read(self) -> list[ProblemRecord]:
-        records = []
-        for where, values in read_lines(self.path, "problem record", repair=self._lock is not None):
-            try:
-                records.append(record_from(ProblemRecord, values))
-            except ValueError as error:
-                raise ReprieveError(f"{where}: {error}") from None
-        return records
+        return list(read_records(self.path, ProblemRecord, "problem record", repair=self._lock is not None))
 
 
 def read_answers(folder: Path) -> list[ProblemRecord]:
@@ -156,6 +150,8 @@ def claim_run(folder: Path, configuration: Mapping[str, Any], *, extendable: tup
             replace_file(path, json.dumps(before, indent=2) + "\n")
         for key in extendable:
             old, new = before.get(key) or type(wanted[key])(), wanted[key]
+            if type(old) is not type(new):
+                raise ReprieveError(f"{str(path)!r} must hold {key} as a {type(new).__name__}, got {old!r}")
             merged = {**old, **new} if isinstance(new, dict) else [*old, *(item for item in new if item not in old)]
             known = isinstance(new, list) or all(new[name] == value for name, value in old.items() if name in new)
             if known and merged != old:

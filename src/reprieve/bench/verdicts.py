@@ -15,8 +15,8 @@ import numpy as np
 from reprieve.bench.records import ProblemRecord, read_answers
 from reprieve.bench.settings import VerdictSettings
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.files import append_line, parse_json, replace_file, whole_lines
-from reprieve.stats import bootstrap_interval, wilson_interval
+from reprieve.files import append_line, read_records, replace_file
+from reprieve.stats import grouped_interval
 from reprieve.tasks import TaskProblem
 from reprieve.tasks.chat import FIRST_BETTER, SECOND_BETTER, Chat, ask_verdict
 
@@ -102,7 +102,7 @@ def judge_run(
     path = folder / "verdicts.jsonl"
     records, strict = _answers(folder, baseline)
     by_id = {problem.problem_id: problem for problem in problems}
-    old = _read(path)
+    old = list(read_records(path, Verdict, "verdict", repair=True, signed=True))
     verdicts = list(old)
     done = {verdict.key for verdict in old if verdict.kind == kind}
     todo = [
@@ -168,10 +168,9 @@ def _summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     counts: dict[str, Any] = {"num_judged": len(scores), "num_without_verdict": len(verdicts) - len(scores)}
     if not len(scores):
         return counts
-    if verdicts[0].kind == "grade":
-        low, high = bootstrap_interval(lambda index: float(scores[index].mean()), len(scores), num_resamples=1000)
-        return {**counts, "mean_grade": float(scores.mean()), "mean_grade_ci95": [low, high]}
     ids = [verdict.problem_id for verdict in verdicts if verdict.score is not None]
+    if verdicts[0].kind == "grade":
+        return {**counts, "mean_grade": float(scores.mean()), "mean_grade_ci95": list(grouped_interval(scores, ids))}
     wins, losses = int((scores > 0).sum()), int((scores < 0).sum())
     not_worse = len(scores) - losses
     return {
@@ -180,22 +179,5 @@ def _summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
         "num_ties": not_worse - wins,
         "num_losses": losses,
         "equal_or_better": not_worse / len(scores),
-        "equal_or_better_ci95": list(_share_interval(scores >= 0, ids)),
+        "equal_or_better_ci95": list(grouped_interval(scores >= 0, ids)),
     }
-
-
-def _share_interval(successes: np.ndarray, problem_ids: list[str]) -> tuple[float, float]:
-    """Wilson's where each problem was answered once, else a bootstrap over problems."""
-    if len(set(problem_ids)) == len(problem_ids):
-        return wilson_interval(int(successes.sum()), len(successes))
-    names = np.array(problem_ids)
-    means = np.array([successes[names == name].mean() for name in np.unique(names)])
-    return bootstrap_interval(lambda index: float(means[index].mean()), len(means), num_resamples=1000)
-
-
-def _read(path: Path) -> list[Verdict]:
-    """Verdicts so far."""
-    try:
-        return [Verdict(**parse_json(line)) for line in whole_lines(path, repair=True)]
-    except (ValueError, TypeError) as error:
-        raise ReprieveError(f"{str(path)!r} cannot be read: {error}") from None

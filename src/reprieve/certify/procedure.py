@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from reprieve.backends.settings import LOCAL
-from reprieve.bench.arms import LOSSLESS, RERUN, Arm, make_arm
+from reprieve.bench.arms import LOSSLESS, RERUN, Arm, make_arm, rule_of
 from reprieve.bench.engine import Engine, RunConfig
 from reprieve.bench.results import column, common_rows
 from reprieve.bench.runner import Runner, environment
@@ -87,6 +87,11 @@ class Plan:
         """Return an arm of this pair at the plan's K."""
         return make_arm(rule, self.settings.num_draft_tokens, target=self.target)
 
+    @property
+    def lossless_labels(self) -> frozenset[str]:
+        """Labels of both lossless arms."""
+        return frozenset(self.arm(name).label for name in (LOSSLESS, RERUN))
+
     def candidates(self) -> list[Rule]:
         """Return the rule at each threshold, from strict to lenient.
 
@@ -150,7 +155,7 @@ def certify(
     engine.expect([strict, again, *arms.values()], plan.settings.run.drafter)
     served = engine.facts.engine != LOCAL  # a server's batches do not reproduce greedy answers exactly
     calibration = runner(plan.settings.run, [strict, *([again] if served else []), *arms.values()], "calibration")
-    _require_first_walk(plan.rule, calibration, {arm.label for arm in arms.values()})
+    _require_first_walk(plan, calibration, {arm.label for arm in arms.values()})
     noise = None
     try:
         if served:
@@ -199,7 +204,8 @@ def _conclude(measured: _Measured, folder: Path) -> Certification:
 
 def _needed(plan: Plan, calibration: Runner, task: Task) -> str:
     """Say how many calibration problems the promise takes at least, and how many there were."""
-    lengths = [record.num_tokens for record in calibration.records if record.arm == LOSSLESS]
+    strict = plan.arm(LOSSLESS).label
+    lengths = [record.num_tokens for record in calibration.records if record.arm == strict]
     needed = num_needed(plan.promise, answer_length=float(np.mean(lengths)), budget=task.max_new_tokens)
     return (
         f"This promise takes {needed} calibration problems where the rule changes no answer, and more where it does; "
@@ -229,14 +235,14 @@ def _require_unseen(plan: Plan, task: Task) -> None:
         )
 
 
-def _require_first_walk(rule: Rule, calibration: Runner, labels: set[str]) -> None:
+def _require_first_walk(plan: Plan, calibration: Runner, labels: set[str]) -> None:
     """Refuse thresholds other than the first ones tested on these problems: retrying until one passes proves nothing.
 
     Raises:
         SpecError: names the earlier thresholds.
     """
-    earlier = {record.arm for record in calibration.records} - labels - {LOSSLESS, RERUN}
-    if same := sorted(label for label in earlier if parse_rule(label).name == rule.name):
+    earlier = {record.arm for record in calibration.records} - labels - plan.lossless_labels
+    if same := sorted(label for label in earlier if parse_rule(rule_of(label)).name == plan.rule.name):
         raise SpecError(
             f"thresholds must be those first tried on these problems, {', '.join(same)}: choosing others after looking "
             "breaks the promise; calibrate on other problems (--offset) into another folder"
@@ -268,13 +274,13 @@ class _Measured:
             verdict="confirmed" if evidence.passed else "consistent",
             conditions=self.calibration.config.conditions(self.calibration.engine, self.arm),
             calibration={
-                **_where(self.calibration),
+                **_where(self.calibration, self.plan),
                 "num_thresholds_tried": len(self.steps),
                 "steps": [_plain(step) for step in self.steps],
                 **({} if self.noise is None else {"noise_floor": self.noise}),
             },
             held_out={
-                **_where(self.held_out),
+                **_where(self.held_out, self.plan),
                 "tokens_per_round": self.held_step.tokens_per_round,
                 **_plain(evidence),
             },
@@ -323,10 +329,10 @@ def _outcomes(runner: Runner, strict_arm: Arm, arm: Arm, budget: int) -> Outcome
     return Outcomes(strict, relaxed, tokens_per_round, Lengths(tokens[0], tokens[1], cut[0], cut[1], budget))
 
 
-def _where(runner: Runner) -> dict[str, Any]:
+def _where(runner: Runner, plan: Plan) -> dict[str, Any]:
     """Return the problems of a run, and its unreadable answers, strict and relaxed. They count as wrong."""
     settings = {name: getattr(runner.config, name) for name in ("split", "offset", "limit", "seed")}
-    unread = [record.arm in (LOSSLESS, RERUN) for record in runner.records if record.unread]
+    unread = [record.arm in plan.lossless_labels for record in runner.records if record.unread]
     return {
         **settings,
         "problems": [problem.digest for problem in runner.problems],

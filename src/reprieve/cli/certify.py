@@ -50,6 +50,7 @@ class Certify(Command):
                     f"{num_problems} calibration problems cannot prove a loss below {100 * promise.max_drop:g} points: "
                     f"{needed} or more are needed (--limit, --max-drop)"
                 )
+            self.keep_config(self.out)
             outcome = certify(
                 plan,
                 engine,
@@ -62,7 +63,6 @@ class Certify(Command):
         if outcome is None:
             screen.warn("interrupted: answers are kept; run again to go on")
             return 130
-        self.keep_config(self.out)
         if outcome.certificate is None:
             screen.say(f"no certificate: {outcome.reason}")
             return 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.errors import import_extra
-from reprieve.playground.settings import LOOPBACK, PlaygroundSettings
+from reprieve.playground.settings import PlaygroundSettings
 from reprieve.settings import PairSettings
 
 KEY = "REPRIEVE_API_KEY"
@@ -56,7 +56,7 @@ class Serve(Command):
             on_alarm=lambda status: screen.warn(f"quality alarm: {status.sentence()}"),
             announce=screen.warn,
         )
-        if settings.host not in LOOPBACK and settings.api_key is None:
+        if not settings.loopback and settings.api_key is None:
             screen.warn(f"warning: {settings.host} may be reached by others, and there is no API key (--api-key)")
         run(app, settings)
         return 0

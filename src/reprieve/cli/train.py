@@ -57,14 +57,12 @@ class TrainHead(Command):
 
     def run(self) -> int:
         import_extra("sklearn", "labels")
-        from reprieve.heads.files import claim_head
         from reprieve.heads.folds import MAX_FOLDS, MIN_FOLDS, fold_folder, fold_of, write_folds
         from reprieve.mining.store import LabelStore
 
         store = LabelStore(self.labels)
         pair = screen.load(self.pair, decodes=False)
         store.require_pair(pair.identity)
-        claim_head(self.out)
         problems = store.problems()
         if self.folds is not None:
             require_whole("folds", self.folds, MIN_FOLDS, MAX_FOLDS)
@@ -327,6 +325,7 @@ class TrainLts(Command):
         recipe = self.settings
         pair, task, problems = screen.load_problems(self.pair, self.problems)
         claim_head(self.out, "lts")
+        self.keep_config(self.out)
         params = SamplingParams(**vars(self.sampling), max_new_tokens=task.max_new_tokens, seed=recipe.seed)
         path = own_text_path(self.out, pair, self.problems, params, mixed=False)
         with screen.progress("answers") as progress:
@@ -353,7 +352,6 @@ class TrainLts(Command):
         )
         fitted = replace(fitted, prompt=self.problems.prompt.format, problems=_digests(problems))
         fitted.save_pretrained(self.out)
-        self.keep_config(self.out)
         bound, tolerance = bounds_of(fitted, swaps)
         covered, tolerated = (swaps.divergence <= bound).mean(), (swaps.divergence <= tolerance).mean()
         constants = zip(fitted.embedding_factors, fitted.logit_factors, fitted.tolerances, strict=True)

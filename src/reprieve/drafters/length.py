@@ -20,6 +20,7 @@ from reprieve.settings import require_draft_tokens
 
 _MEMORY = 0.8  # weight of earlier rounds
 _MOST, _MOST_TREE = 32, 16
+_SMALLEST = 1e-9  # path probability
 _PRIOR_RATE = 0.95  # prior acceptance rate of a block's first position
 _POSITION_WEIGHT = 8.0  # weight of the previous position's rate, in judged tokens
 _ANSWERS_WEIGHT = 16.0  # weight of the rate over earlier answers, in judged tokens
@@ -72,7 +73,8 @@ class TreeLength(RoundLength):
 
     def least(self) -> float:
         """Return the smallest path probability at which a node is worth verifying."""
-        return min(0.5, self._rate * self.costs.verify / self._borne_out)
+        # Never 0: its logarithm is taken, and a measured cost can be 0.
+        return min(0.5, max(_SMALLEST, self._rate * self.costs.verify / self._borne_out))
 
     def expect(self, num_accepted: float) -> None:
         """Record the number of accepted tokens that the drafter's probabilities predict for the tree."""

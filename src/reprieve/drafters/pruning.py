@@ -106,19 +106,20 @@ class Pruning:
         return sorted(kept)
 
     def _by_rank(self, parents: Sequence[int], depths: Sequence[int], log_probs: Sequence[float]) -> list[int]:
-        """Return the best-ranked nodes, without those whose parent is not among them."""
+        """Return the best-ranked nodes, without those whose parent is not among them; at least the best root."""
         if self.strategy == "depth":
             scores = [math.exp(log_prob) + self.alpha * d for log_prob, d in zip(log_probs, depths, strict=True)]
         else:
             bias = self.alpha if self.strategy == "depth_exp" else 0.0
             scores = [log_prob + bias * depth for log_prob, depth in zip(log_probs, depths, strict=True)]
         num_kept = max(1, round(self.keep * len(parents)))
-        best = set(sorted(range(len(parents)), key=lambda node: -scores[node])[:num_kept])
+        ranked = sorted(range(len(parents)), key=lambda node: -scores[node])
+        best = set(ranked[:num_kept])
         kept: set[int] = set()
         for node, parent in enumerate(parents):
             if node in best and (parent == ROOT or parent in kept):
                 kept.add(node)
-        return sorted(kept)
+        return sorted(kept) or [node for node in ranked if parents[node] == ROOT][:1]
 
 
 def _covering(scores: Sequence[float], share: float) -> float:

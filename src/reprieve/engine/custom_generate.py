@@ -100,7 +100,8 @@ def custom_generate(
         num_drafted = draft_model.config.get_text_config().vocab_size
         if num_drafted < len(tokenizer):
             raise PairError(
-                f"the draft knows {num_drafted} tokens, the target {len(tokenizer)}: they must share a tokenizer"
+                f"the draft knows {num_drafted} tokens, the target {len(tokenizer)}: they must share a tokenizer "
+                "(if only padding differs, pass text_tokenizer=)"
             )
     draft_name = None if draft_model is None else str(draft_model.name_or_path)
     pair = Pair(model, draft_model, tokenizer, str(model.name_or_path), draft_name)

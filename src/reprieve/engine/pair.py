@@ -14,7 +14,7 @@ from reprieve.errors import SpecError
 from reprieve.heads.certificates import Conditions
 from reprieve.heads.folds import fold_of
 from reprieve.heads.length import LengthHead, length_head
-from reprieve.heads.loading import attach_heads, require_heads_fit, split_folds
+from reprieve.heads.loading import attach_heads, require_heads_fit
 from reprieve.models.arbiter import ArbiterAdvisor, make_advisor
 from reprieve.models.loading import ModelPair
 from reprieve.rules import LosslessRule, Rule, parse_rule
@@ -119,19 +119,6 @@ class Pair(ModelPair):
         if drafter.name != "draft":
             raise SpecError(f"a length head reads a draft model's states; the drafter is {drafter.name}")
         return head if isinstance(head, LengthHead) else length_head(head, rule, self.identity)
-
-    def folded_decoder(
-        self, rule: Rule, *, num_draft_tokens: NumDraftTokens | LengthHead, drafter: str, task: str
-    ) -> FoldedDecoder:
-        """Return a decoder for each fold of a rule whose head was trained out of fold.
-
-        Raises:
-            SpecError, PairError: see `decoder`; heads of different numbers of folds.
-        """
-        rules = split_folds(attach_heads(rule, self.target_name))
-        return FoldedDecoder(
-            [self.decoder(part, num_draft_tokens=num_draft_tokens, drafter=drafter, task=task) for part in rules]
-        )
 
 
 @dataclass(frozen=True)

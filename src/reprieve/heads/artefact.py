@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.files import read_file, read_json, replace_file
+from reprieve.files import converted, parse_json, read_file, read_json, replace_file
 from reprieve.heads.binding import PairIdentity, digest
 from reprieve.heads.files import CARD, CERTIFICATES, CONFIG, WEIGHTS, find_head, require_free, signature
 from reprieve.specs import Registry
@@ -187,10 +187,14 @@ class Artefact(ModelHubMixin):
         config, tensors = cls._read(folder, where)
         try:
             certificates = {
-                f"{CERTIFICATES}/{path.name}": path.read_text(encoding="utf-8")
+                f"{CERTIFICATES}/{path.name}": read_file(path, "certificate").decode()
                 for path in sorted((folder / CERTIFICATES).glob("*.json"))
             }
-            values = {name: _typed(hint, config[name]) for name, hint in _fields(cls).items() if name in config}
+            values = {
+                name: converted(name, config[name], hint, exact=True, signed=True)
+                for name, hint in _fields(cls).items()
+                if name in config
+            }
             parts = {_TENSORS: tensors} if _TENSORS in _fields(cls) else tensors
             head = cls(**values, **parts, certificates=certificates)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -232,7 +236,7 @@ class Artefact(ModelHubMixin):
         """Return its model card, Markdown, with the certified statements first."""
         target, draft = self.pair.target, self.pair.draft if self.reads_draft else None
         rows = {"target": target, **({"draft": draft} if draft else {}), "task": self.task, **self.facts()}
-        promises = [f"> **Certified.** {json.loads(text)['statement']}" for text in self.certificates.values()]
+        promises = [f"> **Certified.** {parse_json(text)['statement']}" for text in self.certificates.values()]
         is_hub_id = target.count("/") == 1 and not target.startswith((".", "/"))
         return _MODEL_CARD.format(
             kind=self.kind,
@@ -261,19 +265,3 @@ def _config_keys(kind: type[Artefact]) -> list[str]:
     """Return the fields that go to `config.json`."""
     fields = _fields(kind)
     return [name for name in fields if name not in (_TENSORS, "certificates") and fields[name] is not Tensor]
-
-
-def _typed(hint: Any, value: Any) -> Any:
-    """Convert a value of the configuration to its field's type.
-
-    Raises:
-        TypeError: another type.
-    """
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        hints = typing.get_type_hints(hint)
-        return hint(**{name: _typed(hints.get(name), part) for name, part in value.items()})
-    if hint in (str, int, float):
-        if isinstance(value, bool) or not isinstance(value, (int, float) if hint is float else hint):
-            raise TypeError(f"expected {hint.__name__}, got {value!r}")
-        return hint(value)
-    return tuple(value) if typing.get_origin(hint) is tuple and isinstance(value, list) else value

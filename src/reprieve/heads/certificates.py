@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.errors import PairError, ReprieveError, SpecError
-from reprieve.files import read_json
+from reprieve.files import read_json, record_from
 from reprieve.heads.binding import PairIdentity
 from reprieve.heads.files import CERTIFICATES, signature
 from reprieve.rules import Rule, parse_rule
@@ -119,9 +119,7 @@ class Certificate:
             del values["kind"]
             if values.pop("schema") != SCHEMA:
                 raise ValueError(f"not a {_KIND} of schema {SCHEMA}")
-            conditions = values.pop("conditions")
-            pair = PairIdentity(**conditions.pop("pair"))
-            certificate = cls(conditions=Conditions(pair=pair, **conditions), **values)
+            certificate = record_from(cls, values, exact=True, signed=True)
             certificate._require_agreement()
             return certificate
         except (ValueError, KeyError, TypeError, AttributeError) as error:

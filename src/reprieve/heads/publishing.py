@@ -135,5 +135,5 @@ def _certificates(head: Artefact, *folders: Path) -> dict[str, str]:
                 f"certificate {str(path)!r} must be about this head ({head.fingerprint}), got "
                 f"{certificate.portable_rule}: remove it from the folder"
             )
-        texts[f"{CERTIFICATES}/{path.name}"] = path.read_text(encoding="utf-8")
+        texts[f"{CERTIFICATES}/{path.name}"] = read_file(path, "certificate").decode()
     return texts

@@ -122,18 +122,19 @@ def mine_in_processes(
         for connection in connections:
             store = LabelStore(folder, _receive(connection))
             connection.send(store.done())
-        num_before, open_connections = len(store.done()), set(connections)
+        open_connections = set(connections)
         while open_connections:
             ready = wait(list(open_connections))
             for connection in [one for one in open_connections if one in ready]:
                 message = _receive(connection)
                 if isinstance(message, ProblemLabels):
                     store.append(message)
+                    total.num_mined += 1
                     progress(len(store.done()), settings.limit)
                 else:
                     open_connections.discard(connection)
                     total.errors.update(message.errors)
-        total.num_mined = len(store.done()) - num_before
+                    total.num_skipped += message.num_skipped
     except EOFError:
         raise ReprieveError("a worker process died; labels mined so far are kept, run again to go on") from None
     except KeyboardInterrupt:
@@ -141,7 +142,6 @@ def mine_in_processes(
     finally:
         for worker in workers:
             worker.terminate()
-    total.num_skipped = max(0, settings.limit - total.num_mined - len(total.errors))
     return total
 
 

@@ -179,21 +179,23 @@ class ArbitrationMiner:
 
 
 def _reached(rounds: Iterable[TracedRound]) -> Iterable[Mismatch]:
-    """Yield the first labelled mismatch of each round, where plain decoding stopped."""
+    """Yield the first mismatch of each round, where plain decoding stopped, if it has a label."""
     for traced in rounds:
-        for node, label in enumerate(traced.labels):
-            if label is not None:
+        for node, (draft_id, target_id) in enumerate(zip(traced.draft_ids, traced.target_ids, strict=True)):
+            if draft_id == target_id:
+                continue
+            if traced.labels[node] is not None:
                 target_utility, draft_utility = traced.target_utilities[node], traced.draft_utilities[node]
                 assert target_utility is not None and draft_utility is not None
                 yield Mismatch(
                     position=traced.start + node,
-                    target_id=traced.target_ids[node],
-                    draft_id=traced.draft_ids[node],
+                    target_id=target_id,
+                    draft_id=draft_id,
                     important=draft_utility < target_utility,
                     base_utility=target_utility,
                     candidate_utility=draft_utility,
                 )
-                break
+            break
 
 
 class _Branches:

@@ -242,11 +242,11 @@ class BatchDecoder(TextBatch[TextRequest, TextRow[TextRequest]]):
         self.model = model
         self.eos_ids = eos_ids
         self.stops = stops
-        self.sampler = Sampler(params, model.device)
-        self.num_read = 0  # tokens read by forwards, without padding
         self._model = RowModel(model, num_rows)
+        self.sampler = Sampler(params, self._model.device)
+        self.num_read = 0  # tokens read by forwards, without padding
         # On accelerators, a further forward costs more than the tokens that it saves.
-        self._reads_at_once = model.device.type != "cpu"
+        self._reads_at_once = self._model.device.type != "cpu"
 
     def submit(self, request: TextRequest) -> None:
         """Queue a text; it finishes immediately if `max_new_tokens` is below 1.
@@ -265,7 +265,7 @@ class BatchDecoder(TextBatch[TextRequest, TextRow[TextRequest]]):
     def step(self) -> None:
         """Generate one token for every text in progress; waiting ones take free rows first."""
         self._admit()
-        device = self.model.device
+        device = self._model.device
         numbers, active, read = self._in_progress(device)
         if not active:
             return

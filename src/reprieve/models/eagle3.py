@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from reprieve.errors import PairError, ReprieveError, require_whole
-from reprieve.files import read_json
+from reprieve.files import read_file, read_json
 from reprieve.heads.binding import PairIdentity, digest
 from reprieve.heads.files import find_head
 from reprieve.heads.settings import default_layers
@@ -32,6 +32,7 @@ _PARTS: dict[str, tuple[type[PretrainedConfig], Any, Any, Any]] = {
     "llama": (LlamaConfig, LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding),
     "qwen3": (Qwen3Config, Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding),
 }
+_LARGEST = 1 << 34  # bytes of a head
 _OLD_NAMES = {"midlayer.": "layers.0."}  # SafeAILab's name for the one layer
 
 
@@ -231,7 +232,7 @@ def load_eagle3(source: str | Path, target: Any, *, identity: PairIdentity | Non
     embedding = target.get_input_embeddings().weight
     try:
         config = EagleConfig.from_dict(read_json(folder / "config.json", "the file"))
-        content = (folder / "model.safetensors").read_bytes()
+        content = read_file(folder / "model.safetensors", "the file", most=_LARGEST)
         tensors = {new_name(name): tensor for name, tensor in load(content).items()}
         head = EagleHead(config, num_target_layers=text.num_hidden_layers, target_size=text.hidden_size)
         made_for = _made_for(folder)

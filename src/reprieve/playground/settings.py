@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 from dataclasses import dataclass
 
 from reprieve.errors import SpecError, require_range, require_whole
 from reprieve.settings import AUTO, NumDraftTokens, PromptSettings, require_draft_tokens
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,13 @@ class PlaygroundSettings:
         return PromptSettings(chat_template=given, system_prompt=self.system_prompt, thinking=self.thinking)
 
     @property
+    def loopback(self) -> bool:
+        """True if other machines cannot connect."""
+        with contextlib.suppress(ValueError):
+            return ipaddress.ip_address(self.host).is_loopback
+        return self.host == "localhost"
+
+    @property
     def hosts(self) -> tuple[str, ...] | None:
         """Host names that the server accepts; None for any."""
-        return (*LOOPBACK, "[::1]") if self.host in LOOPBACK else None
+        return (*_LOCAL, self.host) if self.loopback else None

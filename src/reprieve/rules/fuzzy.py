@@ -90,8 +90,8 @@ class FuzzyRule(Rule):
         require_choice("divergence", self.divergence, ("js", "kl", "tv"))
         require_choice("form", self.form, ("paper", "released"))
         require_range("threshold", self.threshold, 0.0, math.inf)
-        if not self.log_base > 1:
-            raise SpecError(f"log_base must be above 1, got {self.log_base!r}")
+        if not 1 < self.log_base < math.inf:
+            raise SpecError(f"log_base must be finite and above 1, got {self.log_base!r}")
         require_counts(self, "k")
 
     @property

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from reprieve.tasks.numbers import whole_number
+from reprieve.tasks.numbers import WRAPPED, whole_number
 
 # Version of the extraction; labels made with another version may differ.
 ANSWERS_VERSION = 3
@@ -44,7 +44,6 @@ _RUN_ON = re.compile(
 _QUOTES = "\"'“”‘’«»"
 
 # Letters of multiple-choice questions.
-_WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textit|mbox)\s*\{([^{}]*)\}")
 _MARKUP = re.compile(r"\*\*|__|`|\$")
 _BOXED_CHOICE = re.compile(r"\\(?:boxed|fbox)\s*\{([^{}]*)\}")
 _LETTER = r"[(\[]?\b[A-Z]\b[)\]]?(?!['’])"
@@ -203,7 +202,7 @@ def _cleaned(answer: str) -> str:
 
 def _chosen(text: str) -> str | None:
     """Return the letter that a text chooses, in upper case; None where it chooses none, or several."""
-    plain = _MARKUP.sub("", _WRAPPED.sub(r"\1", text)).strip()
+    plain = _MARKUP.sub("", WRAPPED.sub(r"\1", text)).strip()
     if boxed := _BOXED_CHOICE.findall(plain):
         letters = re.findall(r"\b[A-Za-z]\b", _without_rejected(boxed[-1]))
         return letters[0].upper() if letters and len(set(letters)) == 1 else None

@@ -20,7 +20,7 @@ from reprieve.tasks.graders import (
     MathGrader,
     NumberGrader,
 )
-from reprieve.tasks.table import FileTask, TableTask, read_jsonl, text_of
+from reprieve.tasks.table import FileTask, TableTask, UnreadReferenceError, read_jsonl, text_of
 
 _BOXED = "{question}\n\nReason step by step, and put the final answer within \\boxed{{}}."
 _LETTER = "{question}\n\n{choices}\n\nAnswer with the letter of the right choice."
@@ -41,7 +41,7 @@ class MathTask(TableTask):
         question = text_of(row, "problem", where)
         reference = text_of(row, "answer", where) if "answer" in row else final_answer(text_of(row, "solution", where))
         if reference is None:
-            raise ReprieveError(f"task {self.name}: {where}: solution gives no answer in \\boxed{{}}")
+            raise UnreadReferenceError(f"task {self.name}: {where}: solution gives no answer in \\boxed{{}}")
         prompt = _BOXED.format(question=question.strip())
         category = str(row.get("subject") or row.get("type") or "")
         return TaskProblem(self.named(question), prompt, reference, category=category, question=question)
@@ -64,7 +64,7 @@ class AimeTask(TableTask):
         written = text_of(fields, "answer" if "answer" in fields else "solution", where)
         reference = self.grader.extract(f"The final answer is {written}") or self.grader.extract(written)
         if reference is None:
-            raise ReprieveError(f"task aime: {where}: answer must be a number, got {written!r}")
+            raise UnreadReferenceError(f"task aime: {where}: answer must be a number, got {written!r}")
         return TaskProblem(self.named(question), _BOXED.format(question=question.strip()), reference, question=question)
 
 
@@ -93,7 +93,9 @@ class MgsmTask(TableTask):
         question = text_of(row, "question", where)
         reference = NumberGrader().extract(f"The final answer is {text_of(row, 'answer_number', where)}")
         if reference is None:
-            raise ReprieveError(f"task mgsm: {where}: answer_number must be a number, got {row['answer_number']!r}")
+            raise UnreadReferenceError(
+                f"task mgsm: {where}: answer_number must be a number, got {row['answer_number']!r}"
+            )
         return TaskProblem(self.named(question), _BOXED.format(question=question.strip()), reference, question=question)
 
 
@@ -132,9 +134,23 @@ class ChoiceTask(TableTask):
 
     grader: Grader = field(default=ChoiceGrader(), init=False, repr=False)
 
-    def _problem(self, question: str, choices: list[str], right: int | str, where: str) -> TaskProblem:
-        letter = _LETTERS[right] if isinstance(right, int) and 0 <= right < len(choices) else right
-        if not isinstance(letter, str) or letter not in tuple(_LETTERS[: len(choices)]):
+    def _problem(self, question: str, choices: Any, right: Any, where: str) -> TaskProblem:
+        """Return a row's problem.
+
+        Args:
+            choices: 2 to 26 texts or numbers.
+            right: letter of the right one, or its position from 0 as a number.
+
+        Raises:
+            ReprieveError: other choices, or none of them.
+        """
+        listed = isinstance(choices, list) and 2 <= len(choices) <= len(_LETTERS)
+        if not listed or not all(isinstance(item, str | int | float) and str(item).strip() for item in choices):
+            raise ReprieveError(f"task {self.name}: {where}: choices must be 2 to 26 texts, got {choices!r}")
+        letters = tuple(_LETTERS[: len(choices)])
+        by_number = isinstance(right, int) and not isinstance(right, bool) and 0 <= right < len(letters)
+        letter = letters[right] if by_number else str(right).strip().upper()
+        if letter not in letters:
             raise ReprieveError(
                 f"task {self.name}: {where}: the right choice must be one of the {len(choices)}, got {right!r}"
             )
@@ -153,12 +169,9 @@ class MmluTask(ChoiceTask):
     name: str = field(default="mmlu", init=False)
 
     def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
-        choices = row.get("choices")
-        if not isinstance(choices, list) or len(choices) < 2:
-            raise ReprieveError(f"task mmlu: {where}: choices must be a list of two or more, got {choices!r}")
         right = row.get("answer")
-        right = int(right) if isinstance(right, str) and right.isdigit() else right
-        return self._problem(text_of(row, "question", where), [str(item) for item in choices], right, where)  # type: ignore[arg-type]
+        right = int(right) if isinstance(right, str) and right.isdecimal() else right
+        return self._problem(text_of(row, "question", where), row.get("choices"), right, where)
 
 
 @register_task
@@ -172,12 +185,7 @@ class MmluProTask(ChoiceTask):
     name: str = field(default="mmlu_pro", init=False)
 
     def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
-        options: Any = row.get("options")
-        listed = isinstance(options, list) and 2 <= len(options) <= len(_LETTERS)
-        if not listed or not all(isinstance(item, str) and item.strip() for item in options):
-            raise ReprieveError(f"task mmlu_pro: {where}: options must be 2 to 26 texts, got {options!r}")
-        right = text_of(row, "answer", where).strip().upper()
-        return self._problem(text_of(row, "question", where), options, right, where)
+        return self._problem(text_of(row, "question", where), row.get("options"), row.get("answer"), where)
 
 
 @register_task
@@ -213,12 +221,8 @@ class CommonsenseQaTask(ChoiceTask):
 
     def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
         choices = row.get("choices")
-        texts = choices.get("text") if isinstance(choices, dict) else None
-        if not isinstance(texts, list) or len(texts) < 2:
-            raise ReprieveError(f"task commonsenseqa: {where}: choices must hold two texts or more, got {choices!r}")
-        return self._problem(
-            text_of(row, "question", where), [str(item) for item in texts], str(row.get("answerKey")), where
-        )
+        texts = choices.get("text") if isinstance(choices, dict) else choices
+        return self._problem(text_of(row, "question", where), texts, row.get("answerKey"), where)
 
 
 @register_task

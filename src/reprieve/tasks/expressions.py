@@ -7,12 +7,11 @@ import re
 from typing import Any
 
 from reprieve.errors import import_extra
-from reprieve.tasks.numbers import number_in, same_number, ungrouped, whole_number
+from reprieve.tasks.numbers import SUPERSCRIPTS, WRAPPED, number_in, same_number, ungrouped, whole_number
 
 _LONGEST = 200  # characters
 _HUGE_EXPONENT = re.compile(r"(\^|\*\*)\s*[({]?\s*-?\d{3,}|[)}]\s*(\^|\*\*)\s*[({]?\s*\d{2,}")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z'-]+(?:\s+[A-Za-z'-]+)*")
-_TEXT = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\s*\{([^{}]*)\}")
 # A sum with its result, or dollars and cents.
 _SUM = re.compile(
     r"(?:\\(?:frac|times|cdot|div)|[\d\s+*/×÷().,$%{}-])*=[\d\s+*/×÷().,$%-]+|\d+ dollars? and \d+ cents?"
@@ -23,7 +22,6 @@ _TOWER = re.compile(r"\^\s*(?:\{[^{}]*\^|\w+\s*\^)")
 _DIGITS = 40  # at which values are compared once more
 _CLOSE = 1e-9  # relative
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴-⁹⁻]+")
-_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 # Notation of programs and plain text, and its LaTeX.
 _REWRITTEN = (
     (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?![\w.])"), r"\1 \\cdot 10^{\2}"),
@@ -58,7 +56,7 @@ def same_expression(answer: str, other: str) -> bool:
         return one is not None and two is not None and same_number(one, two)
     if any(_NOT_READ.search(text) for text in (left, right)):  # math-verify would ignore the difference
         return left.replace(" ", "") == right.replace(" ", "")
-    words = [_TEXT.sub(r"\1", text).strip() for text in (left, right)]
+    words = [WRAPPED.sub(r"\1", text).strip() for text in (left, right)]
     if any(_WORDS.fullmatch(text) for text in words):  # math-verify would read letters as factors, in any order
         return words[0].casefold() == words[1].casefold()
     if _too_hard(left) or _too_hard(right):
@@ -73,7 +71,7 @@ def same_expression(answer: str, other: str) -> bool:
 
 def _rewritten(text: str) -> str:
     """Return an answer in the notation that math-verify reads: `2*pi` as `2 \\cdot \\pi`, `x²` as `x^{2}`."""
-    text = _SUPERSCRIPT.sub(lambda match: "^{" + match[0].translate(_RAISED) + "}", ungrouped(text))
+    text = _SUPERSCRIPT.sub(lambda match: "^{" + match[0].translate(SUPERSCRIPTS) + "}", ungrouped(text))
     for pattern, replacement in _REWRITTEN:
         text = pattern.sub(replacement, text)
     return text.strip()

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from reprieve.errors import ReprieveError, SpecError
+from reprieve.errors import SpecError
 from reprieve.tasks.base import TaskProblem, register_task
 from reprieve.tasks.graders import Grader, NumberGrader
-from reprieve.tasks.table import ALL, TableTask, text_of
+from reprieve.tasks.table import ALL, TableTask, UnreadReferenceError, text_of
 
 _ANNOTATION = re.compile(r"<<[^>]*>>")
 _INSTRUCTION = 'Solve the problem step by step. End with "The final answer is" and the answer.\n\n'
@@ -62,7 +62,9 @@ class Gsm8kTask(TableTask):
         """The problem of a row, with the solution as its reference and no prompt yet: long ones would fill memory."""
         question, solution = text_of(row, "question", where), text_of(row, "answer", where)
         if "####" not in solution:
-            raise ReprieveError(f"task gsm8k: {where}: answer must end in #### and the result, got {solution[-40:]!r}")
+            raise UnreadReferenceError(
+                f"task gsm8k: {where}: answer must end in #### and the result, got {solution[-40:]!r}"
+            )
         return TaskProblem(self.named(question), question, solution, question=question)
 
     def wrap(self, question: str) -> str:

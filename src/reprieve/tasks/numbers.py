@@ -11,8 +11,9 @@ _SYMBOLS = {
     "−": "-", "–": "-", "\u2044": "/",
     "½": " 1/2", "¼": " 1/4", "¾": " 3/4", "⅓": " 1/3", "⅔": " 2/3",
 }  # fmt: skip
+WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|operatorname|mbox|textit)\s*\{([^{}]*)\}")  # words in LaTeX
 _LATEX = (
-    (re.compile(r"\\(?:text|mathrm|mathbf|textbf|operatorname|mbox|textit)\s*\{([^{}]*)\}"), r" \1 "),
+    (WRAPPED, r" \1 "),
     (re.compile(r"\\[dt]?frac\s*\{\s*(-?[\d.,]+)\s*\}\s*\{\s*([\d.,]+)\s*\}"), r" \1/\2 "),
     (re.compile(r"\\[dt]?frac\s*(\d)\s*(\d)"), r" \1/\2 "),
     (re.compile(r"\{,\}"), ","),
@@ -29,7 +30,7 @@ _LATEX = (
 _GROUPED = re.compile(r"(?<![\w.,])(\d{1,3})(?:([ '’_])\d{3})(?:\2\d{3})*(?!\d)(?!\s*/)")
 _INDIAN = re.compile(r"(?<![\w.,])\d{1,2}(?:,\d{2})+,\d{3}(?!\d)")
 _DOTTED = re.compile(r"(?<![\w.,])\d{1,3}(?:\.\d{3}){2,}(?!\d)")
-_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _CURRENCY = "$€£¥₹"
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _LONGEST = 400  # characters of a number with its unit, or of the sentence that states it
@@ -108,7 +109,7 @@ def _first_number(text: str) -> Number | None:
         return None
     rest, value = text[match.end() :], _value(match)
     if value is not None and (cents := _CENTS.match(rest)):
-        return Number(value + Fraction(int(cents[1]), 100))
+        return Number(value + Fraction(int(cents[1]), -100 if value < 0 else 100))
     return None if value is None or _GOES_ON.match(rest) else Number(value, bool(match["percent"]))
 
 
@@ -190,7 +191,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
     elif match["power"]:
         value = Fraction(10) ** int(match["power"])
     else:
-        raised = match["exponent"] or match["tens"] or (match["raised"] or "0").translate(_SUPERSCRIPTS)
+        raised = match["exponent"] or match["tens"] or (match["raised"] or "0").translate(SUPERSCRIPTS)
         value = part("plain") * Fraction(10) ** int(raised)
     if value is None:
         return None

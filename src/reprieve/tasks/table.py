@@ -289,9 +289,11 @@ def text_of(row: dict[str, Any], name: str, where: str) -> str:
 
 def _read_template(path: str) -> str:
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"template {path!r} cannot be read: {error}") from None
+        text = read_file(path, "template", most=1 << 20).decode()
+    except UnicodeDecodeError as error:
+        raise SpecError(f"template {path!r} must be UTF-8: {error}") from None
+    except ReprieveError as error:
+        raise SpecError(str(error)) from None
     if "{question}" not in text:
         raise SpecError(f"template {path!r} must hold {{question}} where the question goes")
     return text

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 from reprieve.engine import Pair
 from reprieve.errors import ReprieveError
-from reprieve.files import append_line, parse_json, whole_lines
+from reprieve.files import append_line, read_records
 from reprieve.heads.binding import digest
 from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest
 from reprieve.models.cached_model import eos_token_ids
@@ -26,6 +26,7 @@ _NUM_ROWS = 96  # texts in one forward
 class OwnText:
     """Prompt and the target's answer to it, in tokens."""
 
+    problem_id: str
     prompt_ids: list[int]
     answer_ids: list[int]
 
@@ -57,13 +58,13 @@ def write_own_texts(
     """
     prompts = {problem.problem_id: prompt_ids_of(problem, pair.tokenizer) for problem in problems}
     read = _read(path, pair.vocab_size)
-    texts = {name: text for name, text in read.items() if prompts.get(name) == text.prompt_ids}  # not of an edited task
+    texts = {text.problem_id: text for text in read if prompts.get(text.problem_id) == text.prompt_ids}
     eos_ids = eos_token_ids(pair.target, pair.tokenizer)
     decoder = BatchDecoder(pair.target, num_rows=_NUM_ROWS, params=params, eos_ids=eos_ids)
 
     def keep(problem_id: str, token_ids: list[int]) -> None:
-        texts[problem_id] = OwnText(prompts[problem_id], token_ids)
-        append_line(path, {"problem_id": problem_id, **asdict(texts[problem_id])})
+        texts[problem_id] = OwnText(problem_id, prompts[problem_id], token_ids)
+        append_line(path, asdict(texts[problem_id]))
         progress(len(texts), len(prompts))
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,16 +86,13 @@ def write_own_texts(
     return [texts[problem.problem_id] for problem in problems]
 
 
-def _read(path: Path, vocab_size: int) -> dict[str, OwnText]:
-    """Read the texts of a file."""
-    texts = {}
-    try:
-        for line in whole_lines(path, repair=True):
-            record = parse_json(line)
-            text = OwnText(record["prompt_ids"], record["answer_ids"])
-            if not all(0 <= token < vocab_size for token in (*text.prompt_ids, *text.answer_ids)):
-                raise ValueError(f"a token is not in [0, {vocab_size - 1}]")
-            texts[record["problem_id"]] = text
-    except (ValueError, KeyError, TypeError) as error:
-        raise ReprieveError(f"{path} cannot be read as a target's answers: {error}") from None
-    return texts
+def _read(path: Path, vocab_size: int) -> Iterator[OwnText]:
+    """Yield the texts of a file.
+
+    Raises:
+        ReprieveError: a line that is no text of this target.
+    """
+    for text in read_records(path, OwnText, "text of the target", repair=True):
+        if max(*text.prompt_ids, *text.answer_ids, 0) >= vocab_size:
+            raise ReprieveError(f"{path}, {text.problem_id}: a token is not in [0, {vocab_size - 1}]")
+        yield text

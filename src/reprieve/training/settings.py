@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 from reprieve.errors import SpecError, require_choice, require_counts, require_range, require_whole
 from reprieve.heads.settings import BUCKETS, ArbiterShape, FeatureRecipe, default_layers
-from reprieve.settings import MAX_DRAFT_TOKENS, MAX_SEED
+from reprieve.settings import MAX_DRAFT_TOKENS
+
+_MAX_SEED = 2**40  # recipes multiply it by a million, which must stay below 2**63
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class JudgeTraining:
         if not self.grid or not all(0 < c < float("inf") for c in self.grid):
             raise SpecError(f"grid must hold finite values of C above 0, got {list(self.grid)}")
         require_range("held_out", self.held_out, 0.0, 0.9, low_open=True)
+        require_whole("seed", self.seed, 0, _MAX_SEED)
 
     @property
     def recipe(self) -> FeatureRecipe:
@@ -102,6 +105,7 @@ class PivotTraining:
         require_range("weight_decay", self.weight_decay, 0.0, 10.0)
         require_range("dropout", self.dropout, 0.0, 0.9)
         require_range("held_out", self.held_out, 0.0, 0.9, low_open=True)
+        require_whole("seed", self.seed, 0, _MAX_SEED)
 
     @property
     def recipe(self) -> FeatureRecipe:
@@ -132,7 +136,7 @@ class LengthTraining:
     def __post_init__(self) -> None:
         require_whole("num_draft_tokens", self.num_draft_tokens, 2, MAX_DRAFT_TOKENS)
         require_range("held_out", self.held_out, 0.0, 0.9, low_open=True)
-        require_whole("seed", self.seed, 0, MAX_SEED)
+        require_whole("seed", self.seed, 0, _MAX_SEED)
         if not self.grid or not all(0 < c < float("inf") for c in self.grid):
             raise SpecError(f"grid must hold finite values of C above 0, got {list(self.grid)}")
         if not self.temperatures:
@@ -181,6 +185,7 @@ class EagleTraining:
         require_range("warmup_updates", self.warmup_updates, 0, 1e9)
         require_range("weight_decay", self.weight_decay, 0.0, 10.0)
         require_range("held_out", self.held_out, 0.0, 0.9, low_open=True)
+        require_whole("seed", self.seed, 0, _MAX_SEED)
 
     def layers_of(self, num_target_layers: int) -> tuple[int, ...]:
         """Return the layers to read from a target of this depth.
@@ -229,6 +234,7 @@ class WarmUp:
         require_range("learning_rate", self.learning_rate, 0.0, 1.0, low_open=True)
         require_range("weight_decay", self.weight_decay, 0.0, 10.0)
         require_range("held_out", self.held_out, 0.0, 0.9, low_open=True)
+        require_whole("seed", self.seed, 0, _MAX_SEED)
         require_range("lambda", self.lambda_, 0.0, 1.0)
 
 
@@ -264,5 +270,6 @@ class LtsRecipe:
         require_range("safety", self.safety, 1.0, 1e6)
         require_choice("bucket_by", self.bucket_by, BUCKETS)
         require_whole("buckets", self.buckets, 1)
+        require_whole("seed", self.seed, 0, _MAX_SEED)
         if self.confidence is not None:
             require_range("confidence", self.confidence, 0.5, 0.999999)
