@@ -14,7 +14,7 @@ _HUGE_EXPONENT = re.compile(r"(\^|\*\*)\s*[({]?\s*-?\d{3,}|[)}]\s*(\^|\*\*)\s*[(
 _WORDS = re.compile(r"[A-Za-z][A-Za-z'-]+(?:\s+[A-Za-z'-]+)*")
 # A sum with its result, or dollars and cents.
 _SUM = re.compile(
-    r"(?:\\(?:frac|times|cdot|div)|[\d\s+*/×÷().,$%{}-])*=[\d\s+*/×÷().,$%-]+|\d+ dollars? and \d+ cents?"
+    r"(?:\\(?:frac|times|cdot|div)|[\d\s+*/×÷().,$%{}-])*=[\d\s+*/×÷().,$%-]+|-?\d+ dollars? and \d+ cents?"
 )
 # Parts of an answer that math-verify ignores, although answers can differ in them.
 _NOT_READ = re.compile(r"_\s*\{?\d|\b(?:or|and)\b|\\pm|±|\d:\d|=.*,.*=|\d\s*[A-Za-z]{2,}")
