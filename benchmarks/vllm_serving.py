@@ -118,7 +118,7 @@ def own_clock(llm):
     wrapper = module.rejection_sample  # functools.partial(our wrapper, vLLM's function)
     module.rejection_sample = timed(functools.partial(wrapper.func, timed(wrapper.args[0], -1)), 1)
     rules = runner.reprieve.rules
-    for name in ("take_counts", "note_drafts", "forget_all_but"):
+    for name in ("take_rounds", "note_drafts", "forget_all_but"):
         setattr(rules, name, timed(getattr(rules, name), 1))
     return clock
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from reprieve.backends.running import INFO
 from reprieve.vllm_plugin.rounds import WorkerRules
 
-# On a ModelRunnerOutput: {request id: (fields for its response, [(rule, rounds, drafted, matched, rescued)])}; tokens
-# are counted by position.
+# On a ModelRunnerOutput: {request id: (fields for its response, [(rule, tokens drafted, flags of the accepted ones)])},
+# with an entry per round; see `RelaxedRound`.
 ATTRIBUTE = "reprieve_counts"
 FIELD = "reprieve"  # on vLLM's two records
 # Fields of a response if no rule was in force for the request.
@@ -40,9 +41,8 @@ def attach(output: Any, rules: WorkerRules) -> None:
     with rules.guarded("counting failed"):
         marks = rules.take_marks()
         by_request: dict[str, list[tuple[Any, ...]]] = {request_id: [] for request_id in marks}
-        for (request_id, rule), counted in rules.take_counts().items():
-            tokens = (dict(counter) for counter in (counted.drafted, counted.matched, counted.rescued))
-            by_request.setdefault(request_id, []).append((rule, counted.num_rounds, *tokens))
+        for request_id, *counts in rules.take_rounds():
+            by_request.setdefault(request_id, []).append(tuple(counts))
         if by_request:
             attached = {request_id: (marks.get(request_id), counts) for request_id, counts in by_request.items()}
             setattr(output, ATTRIBUTE, attached)
@@ -109,9 +109,7 @@ def _add(metrics: Any, mark: Mapping[str, Any] | None, counts: list[tuple[Any, .
     """Note on a request's metrics that it was decoded leniently, and how many tokens were rescued."""
     extra = metrics.reprieve
     extra |= mark or {}
-    extra["num_rescued_tokens"] = extra.get("num_rescued_tokens", 0) + sum(
-        sum(rescued.values()) for *_, rescued in counts
-    )
+    extra["num_rescued_tokens"] = extra.get("num_rescued_tokens", 0) + sum(sum(rescued) for *_, rescued in counts)
 
 
 def _export(prom: Any, about: Mapping[str, str]) -> None:
@@ -140,13 +138,17 @@ def _export(prom: Any, about: Mapping[str, str]) -> None:
         observe(self, spec_decoding_stats, engine_idx)
         if not self.spec_decoding_enabled:
             return
+        totals: Counter[tuple[str, ...]] = Counter()  # over the step: a counter's `labels` costs more than an addition
+        for rule, num_drafted, rescued in spec_decoding_stats.reprieve:
+            totals[_ROUNDS, rule] += 1
+            totals[_RESCUED, rule] += sum(rescued)
+            for position in range(num_drafted):
+                totals[_PLACES, rule, "drafted", str(position)] += 1
+            for position, flag in enumerate(rescued):
+                totals[_PLACES, rule, "rescued" if flag else "matched", str(position)] += 1
         engine = self.reprieve_engines[engine_idx]
-        for rule, num_rounds, *outcomes in spec_decoding_stats.reprieve:
-            self.reprieve_counters[_ROUNDS].labels(*engine, rule).inc(num_rounds)
-            self.reprieve_counters[_RESCUED].labels(*engine, rule).inc(sum(outcomes[-1].values()))
-            for outcome, counts in zip(("drafted", "matched", "rescued"), outcomes, strict=True):
-                for position, count in counts.items():
-                    self.reprieve_counters[_PLACES].labels(*engine, rule, outcome, str(position)).inc(count)
+        for (name, *labels), total in totals.items():
+            self.reprieve_counters[name].labels(*engine, *labels).inc(total)
 
     prom.__init__, prom.observe = begin, note
 

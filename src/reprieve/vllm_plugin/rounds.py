@@ -6,11 +6,11 @@ Uses vLLM's tensors and request ids but none of its classes: those are left to `
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,21 +55,13 @@ class RoundRequest:
     settings: Callable[[], Mapping[str, Any] | None]  # see `request_settings`
 
 
-@dataclass
-class Counts:
-    """Counts of one request under one rule; tokens are counted by their position in the block."""
+class RelaxedRound(NamedTuple):
+    """Outcome of one request's round under a rule."""
 
-    num_rounds: int = 0
-    drafted: Counter[int] = field(default_factory=Counter)
-    matched: Counter[int] = field(default_factory=Counter)
-    rescued: Counter[int] = field(default_factory=Counter)
-
-    def add(self, num_drafted: int, rescued: Sequence[int]) -> None:
-        """Add a round: the number of drafted tokens and, for each accepted one, whether it was rescued."""
-        self.num_rounds += 1
-        self.drafted.update(range(num_drafted))
-        self.matched.update(position for position, flag in enumerate(rescued) if not flag)
-        self.rescued.update(position for position, flag in enumerate(rescued) if flag)
+    request_id: str
+    rule: str  # label of the counters
+    num_drafted: int
+    rescued: list[int]  # for each accepted token, 1 if it was rescued and 0 if the lossless check accepts it
 
 
 @dataclass
@@ -280,9 +272,9 @@ class WorkerRules:
             ready.record()
         self._pending.append(_Pending(request_ids, labels, num_drafted, kept, ready))
 
-    def take_counts(self) -> dict[tuple[str, str], Counts]:
-        """Counts that have arrived since the last call, by request and label."""
-        counts: dict[tuple[str, str], Counts] = {}
+    def take_rounds(self) -> list[RelaxedRound]:
+        """Return the rounds under a rule whose counts have arrived since the last call."""
+        rounds = []
         while self._pending:
             pending = self._pending.popleft()
             if pending.ready is not None and not pending.ready.query():
@@ -292,7 +284,7 @@ class WorkerRules:
                 pending.request_ids, pending.rules, pending.num_drafted, pending.kept.tolist(), strict=True
             ):
                 if rule and num_drafted:
-                    counts.setdefault((request_id, rule), Counts()).add(num_drafted, rescued[:num_accepted])
+                    rounds.append(RelaxedRound(request_id, rule, num_drafted, rescued[:num_accepted]))
                     self.num_rounds += 1
                     self.num_rescued += sum(rescued[:num_accepted])
-        return counts
+        return rounds
