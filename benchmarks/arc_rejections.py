@@ -271,9 +271,7 @@ def examine(
     """
     eos = frozenset(eos_token_ids(pair.target, pair.tokenizer))
     responses = ResponseFormat(pair.tokenizer, task, eos, max_new_tokens=params.max_new_tokens)
-    greedy = BatchDecoder(
-        pair.target, num_rows=_ROWS, params=SamplingParams(), eos_ids=eos, stops=responses.stops if task.stop else None
-    )
+    greedy = BatchDecoder(pair.target, num_rows=_ROWS, params=SamplingParams(), eos_ids=eos, stops=responses.stops)
     found: dict[str, list[list[list[bool]]]] = {measure.name: [] for measure in measures}
     num_correct = 0
     for number, problem in enumerate(problems):

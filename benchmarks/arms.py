@@ -175,20 +175,18 @@ def rule_arms(specs: Sequence[str], num_draft_tokens: NumDraftTokens, *, target:
     return arms
 
 
-def sweep_rules(
-    spec: str, thresholds: Sequence[float], *, dial: str | None = None, target: str | None = None
-) -> list[Rule]:
-    """Return the rule at each threshold: a value of `dial`, by default the rule's own, in its unit and direction.
+def sweep_rules(spec: str, thresholds: Sequence[float], *, target: str | None = None) -> list[Rule]:
+    """Return the rule at each value of its dial.
 
     Raises:
-        SpecError: no thresholds, a value out of range, or a rule without that parameter.
+        SpecError: no thresholds, a value out of range, or a rule without a dial.
     """
     rule = attach_heads(parse_rule(spec), target)
     if not thresholds:
         raise SpecError("thresholds must hold at least one value, got none")
-    if dial is None and rule.dial is None:
+    if rule.dial is None:
         raise SpecError(f"rule {rule.name} has nothing to sweep")
-    return [rule.with_dial(value) if dial is None else rule.with_parameter(dial, value) for value in thresholds]
+    return [rule.with_dial(value) for value in thresholds]
 
 
 def share_with_interval(parts: np.ndarray, wholes: np.ndarray) -> list[float] | None:

@@ -14,7 +14,7 @@ from reprieve.backends.settings import EngineSettings
 from reprieve.bench.arms import LOSSLESS, Arm, make_arms
 from reprieve.bench.engine import Engine, RunConfig
 from reprieve.bench.results import best_ks, summarise, write_results
-from reprieve.bench.runner import Progress, Run, Runner, environment, run_arms
+from reprieve.bench.runner import Run, Runner, environment, run_arms
 from reprieve.bench.settings import RunSettings
 from reprieve.cli import screen
 from reprieve.cli.command import Command
@@ -24,6 +24,7 @@ from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.errors import SpecError, require_range, require_whole
 from reprieve.settings import NumDraftTokens, PairSettings, SamplingSettings
 from reprieve.tasks import Task
+from reprieve.types import Progress, no_progress
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class FsdProtocol:
         folder: Path,
         *,
         announce: Callable[[str], None] = lambda line: None,
-        progress: Progress = lambda done, total: None,
+        progress: Progress = no_progress,
     ) -> dict[str, Any] | None:
         """Return the measurement's results document, with `protocol` added; None if it was interrupted."""
         settings = self.settings

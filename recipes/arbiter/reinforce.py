@@ -29,7 +29,8 @@ from reprieve.heads.settings import ArbiterShape
 from reprieve.models.arbiter import ArbiterModel
 from reprieve.tasks import Task
 from reprieve.training.arbiter_warm_up import RoundReader, keep_best
-from reprieve.training.loop import NetworkLearner, Progress, train
+from reprieve.training.loop import NetworkLearner, train
+from reprieve.types import Progress, no_progress
 
 _REJECT_ALL = -3.0  # logit: pi(accept) is 5%, enough for exploration
 
@@ -72,7 +73,7 @@ def reinforce(
     *,
     settings: Reinforcement | None = None,
     num_workers: int = 1,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> Arbiter:
     """Improve an arbiter on its own rollouts; resumes from its checkpoint.
 

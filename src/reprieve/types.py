@@ -25,6 +25,12 @@ PARTS = ("prefill", "draft", "verify", "advise", "rule", "commit")  # of an answ
 # Hidden states by layer, [n, D] each: indices into transformers' `hidden_states`; -1 is the last, after the norm.
 HiddenStates = Mapping[int, Tensor]
 
+Progress = Callable[[int, int], None]  # called with the number of finished units of work, and of all
+
+
+def no_progress(done: int, total: int) -> None:
+    """Report nothing."""
+
 
 def select_rows(hidden: HiddenStates | None, rows: Tensor | slice) -> HiddenStates | None:
     """The same rows of every layer's hidden states; None stays None."""

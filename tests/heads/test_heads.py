@@ -104,7 +104,7 @@ def test_pivot_by_hand_and_its_floor():
     risks = PivotRule.of(head).risk(case)
     assert risks[1] == math.inf
     assert risks[0] == probabilities[0]
-    assert PivotRule.of(head).with_parameter("floor", 1e-5).risk(case)[1] < 1
+    assert PivotRule.of(head, floor=1e-5).risk(case)[1] < 1
 
 
 def test_recipes_order_states_and_refuse_features_that_decoding_lacks():
@@ -267,14 +267,14 @@ def test_head_rules_judge_tree_nodes_by_the_states_of_the_nodes(pair, kind):
             block.token_ids, verification.parent_rows(block), True, torch.zeros(block.num_tokens, dtype=torch.bool),
             node_hidden=verification.node_hidden, parents=block.parents,
         )  # fmt: skip
-        return rule.with_parameter("threshold", 1.0).risk(case), case
+        return rule.with_dial(1.0).risk(case), case
 
     whole, case = risks(tree)
     for branch in ([0, 2], [1, 3]):
         alone, _ = risks(Block.chain(tree.token_ids[branch]))
         torch.testing.assert_close(whole[branch], alone, rtol=1e-4, atol=1e-5)
     checked = checked_by(case.lossless_accepts)
-    outcome = accept(rule.with_parameter("threshold", 1.0), tree, case, checked, budget=RiskBudget())
+    outcome = accept(rule.with_dial(1.0), tree, case, checked, budget=RiskBudget())
     assert outcome.path[0] in (0, 1)
     assert set(outcome.provenance) == {Provenance.RESCUED}
 

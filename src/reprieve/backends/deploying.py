@@ -7,10 +7,10 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol
+from typing import Any
 
 from reprieve.backends.running import SWITCH, THRESHOLD, Running, facts_of, model_of, require_handed_out
-from reprieve.backends.settings import OpenAISettings, ServerSettings, VllmSettings
+from reprieve.backends.settings import OpenAISettings, VllmSettings
 from reprieve.backends.vllm import Deployment, start_vllm
 from reprieve.drafters import DRAFTERS
 from reprieve.errors import EngineError, SpecError
@@ -90,32 +90,6 @@ def _dial_of(offered: Rule, wanted: Rule) -> dict[str, Any] | None:
         return None
 
 
-class Deployer(Protocol):
-    """Brings servers up."""
-
-    @property
-    def settings(self) -> ServerSettings:
-        """As `--engine` names them."""
-        ...
-
-    @property
-    def dtype(self) -> str:
-        """Of target and draft, by name."""
-        ...
-
-    def start(self, slot: Slot, announce: Announce) -> Running:
-        """Start a server with the slot's contents.
-
-        Raises:
-            ReprieveError: the server does not come up, or cannot serve the slot.
-        """
-        ...
-
-    def refusal(self, slot: Slot, rule: Rule | None) -> str:
-        """Return the reason why no server can do this; empty if one can."""
-        ...
-
-
 @dataclass(frozen=True)
 class VllmDeployer:
     """vLLM with the plugin, on this machine.
@@ -129,7 +103,7 @@ class VllmDeployer:
     dtype: str
 
     def start(self, slot: Slot, announce: Announce) -> Running:
-        """See `Deployer`."""
+        """Return the reason why no server can do this; empty if one can."""
         announce(f"starting vLLM: {self.words(slot)}")
         return start_vllm(self.deployment(slot), self.settings)
 
@@ -153,7 +127,7 @@ class VllmDeployer:
         return Deployment(str(model_folder(self.pair.target, TARGET)), self.dtype, speculation, rules)
 
     def refusal(self, slot: Slot, rule: Rule | None) -> str:
-        """See `Deployer`."""
+        """Return the reason why no server can do this; empty if one can."""
         if slot.role == DRAFT and self.pair.whole_draft is None:
             return "the pair has no draft"
         method = dict(slot.method).get("rejection_sample_method")
@@ -217,11 +191,11 @@ class RunningServers:
         self._running = Running(settings.urls, names[0], facts)
 
     def start(self, slot: Slot, announce: Announce) -> Running:
-        """See `Deployer`; they are up already."""
+        """Return the servers, which are up already."""
         return self._running
 
     def refusal(self, slot: Slot, rule: Rule | None) -> str:
-        """See `Deployer`."""
+        """Return the reason why no server can do this; empty if one can."""
         facts = self._running.facts
         if slot.role == DRAFT or (slot.role == TARGET and facts.num_draft_tokens is not None):
             return f"the servers do not hold the {slot.role} alone"
@@ -235,6 +209,9 @@ class RunningServers:
             offered = ", ".join(facts.rules.values()) or "no rules: they run without the plugin, or without its policy"
             return f"the servers offer {offered}"
         return ""
+
+
+Deployer = VllmDeployer | RunningServers
 
 
 def vllm_version() -> tuple[int, ...] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -21,10 +21,10 @@ from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.files import append_line, read_records
 from reprieve.stats import bootstrap_interval
 from reprieve.tasks import Task
+from reprieve.types import Progress, no_progress
 
 FILE = "throughput.jsonl"
 _FEWEST = 16  # requests of a turn
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def measure_throughput(
     settings: SpeedSettings,
     folder: Path,
     *,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> list[dict[str, Any]]:
     """Return a row for each arm and concurrency, over all turns; resumes an interrupted measurement.
 

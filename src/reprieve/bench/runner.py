@@ -24,8 +24,7 @@ from reprieve.heads.loading import name_problems, seen_problems
 from reprieve.settings import MAX_PROBLEMS
 from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.prompting import PromptedTask
-
-Progress = Callable[[int, int], None]  # finished and all (problem, trial, arm) triples
+from reprieve.types import Progress, no_progress
 
 
 @dataclass
@@ -90,7 +89,7 @@ class Runner:
     def records(self) -> list[ProblemRecord]:
         return self.file.records
 
-    def measure(self, arms: Sequence[Arm] | None = None, progress: Progress = lambda done, total: None) -> bool:
+    def measure(self, arms: Sequence[Arm] | None = None, progress: Progress = no_progress) -> bool:
         """Generate the missing answers of these arms (default: all); return False if Ctrl-C interrupted the run.
 
         Raises:
@@ -145,7 +144,7 @@ def run_arms(
     folder: Path,
     *,
     begun: Callable[[], None] = lambda: None,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> Run:
     """Measure the arms, reusing the answers in `folder`. Ctrl-C ends the run with `complete=False`.
 

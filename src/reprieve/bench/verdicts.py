@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from reprieve.files import append_line, read_records, replace_file
 from reprieve.stats import grouped_interval
 from reprieve.tasks import TaskProblem
 from reprieve.tasks.chat import FIRST_BETTER, SECOND_BETTER, Chat, ask_verdict
+from reprieve.types import Progress, no_progress
 
 _RATING = re.compile(r"\[\[\s*(\d+(?:\.\d+)?)\s*\]\]")
 _GRADE = """\
@@ -89,7 +90,7 @@ def judge_run(
     chat: Chat,
     settings: VerdictSettings,
     *,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Judge every answer of a run that is not judged yet; verdicts are kept as they come, in `verdicts.jsonl`.
 

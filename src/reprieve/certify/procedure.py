@@ -37,6 +37,7 @@ from reprieve.rules import Rule, parse_rule
 from reprieve.rules.learned import LearnedRule
 from reprieve.stats import paired_difference
 from reprieve.tasks import Task
+from reprieve.types import Progress, no_progress
 
 # Default thresholds of rules whose dial is a probability.
 PROBABILITIES = (0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3, 0.5)
@@ -124,7 +125,7 @@ def certify(
     *,
     command: str,
     announce: Callable[[str], None] = lambda line: None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> Certification | None:
     """Walk the thresholds, confirm on held-out problems, and write the certificate; None if Ctrl-C ended it.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,8 +49,8 @@ class RowBlock:
     hidden: HiddenStates | None = None  # [R, K, D] a layer, the draft's
 
 
-class RowDrafter(ABC):
-    """Drafts K tokens for each row; K = 0 drafts nothing.
+class RowDrafter:
+    """Drafts K tokens for each row. This class drafts none, for the target alone.
 
     Args:
         num_draft_tokens: K.
@@ -62,7 +61,7 @@ class RowDrafter(ABC):
     models: tuple[RowModel, ...] = ()  # of its own
     caches: tuple[RowCache, ...] = ()  # of its own
 
-    def __init__(self, num_draft_tokens: int) -> None:
+    def __init__(self, num_draft_tokens: int = 0) -> None:
         self.num_draft_tokens = num_draft_tokens
 
     def read_prompts(self, unread: Sequence[Unread]) -> None:
@@ -91,7 +90,6 @@ class RowDrafter(ABC):
         """Return True if the next block of a text counts."""
         return True
 
-    @abstractmethod
     def propose(self, texts: Sequence[RowText], recent: Tensor, lengths: Tensor, longest: int) -> RowBlock:
         """Draft a block.
 
@@ -101,16 +99,6 @@ class RowDrafter(ABC):
             lengths: their lengths, [R].
             longest: length of the longest, with K drafted tokens.
         """
-
-
-class NoDraftRows(RowDrafter):
-    """Drafts nothing: the target alone answers."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-    def propose(self, texts: Sequence[RowText], recent: Tensor, lengths: Tensor, longest: int) -> RowBlock:
-        """See `RowDrafter`."""
         return RowBlock(recent[:, 1:])
 
 
@@ -276,7 +264,7 @@ def row_drafter(
         eagle: drafts instead of the pair's draft model.
     """
     if not num_draft_tokens:
-        return NoDraftRows()
+        return RowDrafter()
     needs = {need for rule in rules for need in rule.traits.needs}
     if eagle is not None:
         return EagleRows(

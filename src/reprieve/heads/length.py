@@ -72,11 +72,6 @@ class LengthHead(Artefact):
     def reads_draft(self) -> bool:
         return True
 
-    @property
-    def num_features(self) -> int:
-        """D, the draft's hidden size."""
-        return int(self.hidden_weight.shape[1])
-
     def facts(self) -> dict[str, str]:
         dial = "" if self.lowest == self.highest == 0 else f" at {self.lowest:g}"
         dial += f" to {self.highest:g}" if self.lowest < self.highest else ""

@@ -59,17 +59,21 @@ def attach_heads(rule: Rule, target: str | None = None) -> Rule:
     def attach(part: Rule) -> Rule:
         if not isinstance(part, HeadRule):
             return part
-        default = defaults.get(part.head_kind)
-        if isinstance(part, LearnedRule) and part.head is None and part.threshold is None:
-            part = dataclasses.replace(part, threshold=_certified_threshold(part, part.path or default))
-        return part.with_head(load_head, default)
+        if part.head is not None:
+            return part
+        source = part.path or defaults.get(part.head_kind)
+        if not source:
+            raise SpecError(f"rule {part.name} needs path=FOLDER, a head from `{part.made_by}`")
+        if isinstance(part, LearnedRule) and part.threshold is None:
+            part = dataclasses.replace(part, threshold=_certified_threshold(part, source))
+        return dataclasses.replace(part.holding(load_head(source, kind=part.head_kind)), source=source)
 
     return rule.transform(attach)
 
 
-def _certified_threshold(rule: LearnedRule, source: str | None) -> float | None:
+def _certified_threshold(rule: LearnedRule, source: str) -> float | None:
     """Return the most lenient certified threshold of a bundled head; None where it has none, and for other heads."""
-    folder = BUNDLED_HEADS.get(source or "")
+    folder = BUNDLED_HEADS.get(source)
     certificates = [] if folder is None else read_certificates(folder)
     certified = [item.threshold for item in certificates if parse_rule(item.rule).name == rule.name]
     return max(certified, key=lambda value: rule.with_dial(value).looseness, default=None)

@@ -7,7 +7,7 @@ import dataclasses
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -19,8 +19,7 @@ from reprieve.mining.building import Miner, build
 from reprieve.mining.settings import MiningSettings
 from reprieve.mining.store import LabelStore, ProblemLabels
 from reprieve.tasks import TaskProblem
-
-Progress = Callable[[int, int], None]  # finished problems and their total
+from reprieve.types import Progress, no_progress
 
 
 @dataclass
@@ -49,7 +48,7 @@ def mine_problems(
     store: LabelStore | _ParentStore,
     *,
     num_in_flight: int = 16,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> MiningReport:
     """Mine the problems that the store does not have.
 
@@ -103,7 +102,7 @@ def mine_in_processes(
     folder: Path,
     *,
     num_workers: int,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> MiningReport:
     """Mine in several local processes, each with its own copy of the pair and one CPU thread.
 

@@ -62,27 +62,25 @@ class ResponseFormat:
             return False
         if response_ids[-1] in self.eos_ids or len(response_ids) >= self.max_new_tokens:
             return True
-        return self.stops is not None and self.stops(response_ids)
+        return self.stops(response_ids)
 
     def length_of(self, response_ids: list[int], *, start: int = 0) -> int | None:
         """Return the smallest length above `start`, in tokens, at which a response ends; None if it does not end."""
         return next((n for n in range(start + 1, len(response_ids) + 1) if self.ended(response_ids[:n])), None)
 
-    @property
-    def stops(self) -> Callable[[list[int]], bool] | None:
-        """Function that returns True if a stop text ends in a response's last few tokens; None without stop texts."""
-        return self._ends_in_stop if self.task.stop else None
-
-    def _ends_in_stop(self, response_ids: list[int]) -> bool:
+    def stops(self, response_ids: list[int]) -> bool:
+        """Return True if a stop text ends in a response's last few tokens."""
+        if not self.task.stop:
+            return False
         tail = str(self.tokenizer.decode(response_ids[-max(map(len, self.task.stop)) - 1 :]))
         return any(stop in tail for stop in self.task.stop)
 
     def until_stop(self, response_ids: list[int], new: list[int]) -> list[int]:
         """Truncate a response's new tokens after its first stop text: a server's last block can contain more tokens."""
-        if self.stops is None:
+        if not self.task.stop:
             return new
-        stops, sizes = self.stops, range(1, len(new) + 1)
-        return new[: next((size for size in sizes if stops([*response_ids, *new[:size]])), len(new))]
+        sizes = range(1, len(new) + 1)
+        return new[: next((size for size in sizes if self.stops([*response_ids, *new[:size]])), len(new))]
 
 
 class TokenizationError(ReprieveError):
@@ -214,8 +212,8 @@ class ApiTarget(Target):
         choice = reply.choices[0]
         new = getattr(choice, "token_ids", None)  # the server's own, if provided
         new = self._tokens(prefix, text, choice.text) if new is None else list(new)
-        stops, eos_id = self.responses.stops, self.tokenizer.eos_token_id
-        stopped = stops is not None and stops([*response_ids, *new])
+        eos_id = self.tokenizer.eos_token_id
+        stopped = self.responses.stops([*response_ids, *new])
         if choice.finish_reason == "stop" and not stopped and new[-1:] != [eos_id]:
             new.append(eos_id)
         return self.responses.until_stop(response_ids, new[:max_new_tokens])

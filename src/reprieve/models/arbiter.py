@@ -22,7 +22,7 @@ from reprieve.errors import SpecError, import_extra
 from reprieve.heads.arbiter import READINGS, Arbiter
 from reprieve.heads.features import TokenStates, assemble
 from reprieve.heads.settings import ArbiterShape
-from reprieve.models.attention import layer_windows, masks_by_layer, without_cudnn
+from reprieve.models.attention import additive, layer_windows, masks_by_layer, without_cudnn
 from reprieve.models.cache import RollbackCache
 from reprieve.models.cached_model import execution_device, refuse_recurrent, require_positions
 from reprieve.needs import Need
@@ -256,8 +256,7 @@ class ArbiterModel(nn.Module):
 
         def mask(window: int | None) -> Tensor:
             visible = hybrid_mask(rows, columns, hybrid=self.shape.hybrid, window=window)
-            values = torch.zeros(visible.shape, dtype=self.dtype)
-            return to_device(values.masked_fill(~visible, torch.finfo(self.dtype).min)[None, None], self.device)
+            return to_device(additive(visible, self.dtype)[None, None], self.device)
 
         with without_cudnn(self.device):
             output = self.backbone(

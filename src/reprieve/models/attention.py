@@ -93,8 +93,13 @@ def tree_mask(
         query = num_cached + depths
         key = torch.cat([torch.arange(num_cached), query])
         visible &= query[:, None] - key[None, :] < window
-    mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
-    return to_device(mask[None, None], device)
+    return to_device(additive(visible, dtype)[None, None], device)
+
+
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an additive mask: 0 where a token is visible, the dtype's minimum elsewhere."""
+    values = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return values.masked_fill_(~visible, torch.finfo(dtype).min)
 
 
 def masks_by_layer(mask: Callable[[int | None], Tensor], windows: dict[str, int | None] | int | None) -> Any:

@@ -236,7 +236,7 @@ class BatchDecoder(TextBatch[TextRequest, TextRow[TextRequest]]):
         num_rows: int,
         params: SamplingParams,
         eos_ids: frozenset[int],
-        stops: Callable[[list[int]], bool] | None = None,
+        stops: Callable[[list[int]], bool] = lambda response_ids: False,
     ) -> None:
         super().__init__(num_rows)
         self.model = model
@@ -324,7 +324,7 @@ class BatchDecoder(TextBatch[TextRequest, TextRow[TextRequest]]):
     def _take(self, number: int, row: TextRow[TextRequest], token_id: int) -> None:
         request, cached = row.request, list(row.token_ids)
         row.token_ids.append(token_id)
-        stopped = self.stops is not None and self.stops(row.token_ids[request.response_start :])
+        stopped = self.stops(row.token_ids[request.response_start :])
         new_ids = row.token_ids[len(request.prefix_ids) :]
         if stopped or token_id in self.eos_ids or len(new_ids) == request.max_new_tokens:
             if not isinstance(request.draw, UniformDraw):  # later texts do not begin with a random continuation

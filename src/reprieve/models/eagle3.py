@@ -24,7 +24,7 @@ from reprieve.files import read_file, read_json
 from reprieve.heads.binding import PairIdentity, digest
 from reprieve.heads.files import find_head
 from reprieve.heads.settings import default_layers
-from reprieve.models.attention import without_cudnn
+from reprieve.models.attention import additive, without_cudnn
 from reprieve.models.cache import RollbackCache
 from reprieve.types import HiddenStates
 
@@ -174,10 +174,7 @@ class EagleHead(nn.Module):
         Args:
             visible: [n, columns], or [R, n, columns] for R texts.
         """
-        dtype = self.fc.weight.dtype
-        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-        mask = mask.masked_fill(~visible, torch.finfo(dtype).min)
-        return mask.reshape(-1, 1, *mask.shape[-2:])
+        return additive(visible, self.fc.weight.dtype).reshape(-1, 1, *visible.shape[-2:])
 
     def forward(
         self,

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from reprieve.errors import UnsupportedModelError
-from reprieve.models.attention import grouped_attention, layer_windows, masks_by_layer, without_cudnn
+from reprieve.models.attention import additive, grouped_attention, layer_windows, masks_by_layer, without_cudnn
 from reprieve.models.cache import RowCache
 from reprieve.models.cached_model import execution_device, max_positions, refuse_recurrent
 from reprieve.models.direct import FAMILIES
@@ -173,10 +173,7 @@ class RowModel:
             visible = distance >= 0
             if window is not None:
                 visible &= distance < window
-            if self._grouped:
-                return visible
-            values = torch.zeros(visible.shape, dtype=self.model.dtype, device=positions.device)
-            return values.masked_fill_(~visible, torch.finfo(self.model.dtype).min)
+            return visible if self._grouped else additive(visible, self.model.dtype)
 
         return masks_by_layer(mask, self._windows)
 

@@ -47,7 +47,7 @@ class ArbiterRule(HeadRule):
     def holding(self, head: Any) -> Self:
         """Return the rule with this arbiter; the arbiter's recommended lambda is used if the rule has none."""
         rule = super().holding(head)
-        return rule if self.lambda_ is not None else rule.with_parameter("lambda", head.threshold)
+        return rule if self.lambda_ is not None else rule.with_dial(head.threshold)
 
     @property
     def traits(self) -> Traits:

@@ -168,28 +168,16 @@ class Rule(ABC):
         return ()
 
     def with_dial(self, value: float) -> Self:
-        """Return a copy with the dial set to `value`.
+        """Return a copy with the dial set to `value`, in the paper's unit.
 
         Raises:
             SpecError: a rule without a dial, or a value outside the dial's range.
         """
         if self.dial is None:
             raise SpecError(f"rule {self.name} has no dial to set to {value!r}")
-        return self.with_parameter(self.dial.name, value)
-
-    def with_parameter(self, name: str, value: float) -> Self:
-        """Return a copy with one numeric parameter replaced, in the paper's unit.
-
-        Raises:
-            SpecError: no numeric parameter of that name, or a value out of range.
-        """
-        fields = parameters_of(self)
-        types = {key: str(f.type) for key, f in fields.items()}
-        numeric = [key for key, kind in types.items() if "int" in kind or "float" in kind]
-        if name not in numeric:
-            raise SpecError(f"rule {self.name}: the dial must be one of {', '.join(numeric) or 'none'}, got {name!r}")
-        whole = "int" in types[name] and float(value).is_integer()
-        return dataclasses.replace(self, **{fields[name].name: int(value) if whole else value})
+        field = parameters_of(self)[self.dial.name]
+        whole = "int" in str(field.type) and float(value).is_integer()
+        return dataclasses.replace(self, **{field.name: int(value) if whole else value})
 
     @property
     def dial_value(self) -> float | None:

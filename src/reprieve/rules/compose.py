@@ -64,8 +64,8 @@ class Wrapper(Rule):
     def to(self, device: Any) -> Self:
         return self.with_parts([rule.to(device) for rule in self.parts])
 
-    def with_parameter(self, name: str, value: float) -> Self:
-        return self.with_parts([self.parts[0].with_parameter(name, value), *self.parts[1:]])
+    def with_dial(self, value: float) -> Self:
+        return self.with_parts([self.parts[0].with_dial(value), *self.parts[1:]])
 
 
 def require_rescuing(rule: Rule, where: str) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from reprieve.errors import SpecError, require_range
+from reprieve.errors import require_range
 from reprieve.rules.base import Dial, Rule, Traits
 from reprieve.types import Evidence
 
@@ -30,22 +29,6 @@ class HeadRule(Rule):
     path: str = ""
     head: Any = field(default=None, compare=False, repr=False, kw_only=True, metadata={"spec": False})
     source: str = field(default="", compare=False, repr=False, kw_only=True, metadata={"spec": False})
-
-    def with_head(self, load: Callable[..., Any], default: str | None = None) -> Self:
-        """Return the rule with its head, loaded by `load(source, kind=...)` unless already attached.
-
-        Args:
-            default: source to load if the rule has no path.
-
-        Raises:
-            SpecError: no path and no default.
-        """
-        if self.head is not None:
-            return self
-        source = self.path or default
-        if not source:
-            raise SpecError(f"rule {self.name} needs path=FOLDER, a head from `{self.made_by}`")
-        return dataclasses.replace(self.holding(load(source, kind=self.head_kind)), source=source)
 
     @classmethod
     def of(cls, head: Any, **parameters: Any) -> Self:

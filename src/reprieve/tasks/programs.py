@@ -27,7 +27,7 @@ from reprieve.files import parse_json
 from reprieve.tasks.answers import after_thinking
 from reprieve.tasks.base import TaskProblem, register_task
 from reprieve.tasks.sandbox import Limits, ProgramResult, Sandbox
-from reprieve.tasks.table import FileTask, read_jsonl
+from reprieve.tasks.table import FileTask, read_jsonl, text_of
 
 BREAK = "\n\f\n"  # between the blocks of an extracted answer; a form feed is white space to Python
 
@@ -118,8 +118,8 @@ class HumanEvalTask(ProgramsTask):
         return [self._sandbox.passes(program, checks, setup)]
 
     def _problem(self, row: dict[str, Any], where: str) -> TaskProblem:
-        parts = {key: _text(row, key, where) for key in ("prompt", "test", "entry_point")}
-        return TaskProblem(_text(row, "task_id", where), parts["prompt"], json.dumps(parts))
+        parts = {key: text_of(row, key, where) for key in ("prompt", "test", "entry_point")}
+        return TaskProblem(text_of(row, "task_id", where), parts["prompt"], json.dumps(parts))
 
 
 @register_task
@@ -138,7 +138,7 @@ class MbppTask(ProgramsTask):
         return [self._sandbox.passes(program, test, setup) for test in parts["tests"]]
 
     def _problem(self, row: dict[str, Any], where: str) -> TaskProblem:
-        text = _text(row, "prompt" if "prompt" in row else "text", where)
+        text = text_of(row, "prompt" if "prompt" in row else "text", where)
         tests = row.get("test_list")
         if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
             raise ReprieveError(f"task mbpp: {where}: test_list must be a list of asserts, got {tests!r}")
@@ -207,10 +207,10 @@ class LiveCodeBenchTask(ProgramsTask):
         if function is None and any(test["testtype"] != "stdin" for test in tests):
             raise ReprieveError(f"task {self.name}: {where} has functional tests and no func_name in its metadata")
         starter = str(row.get("starter_code") or "").strip()
-        prompt = _INSTRUCTION.format(question=_text(row, "question_content", where).strip())
+        prompt = _INSTRUCTION.format(question=text_of(row, "question_content", where).strip())
         prompt += _WITH_STARTER.format(starter=starter) if starter else _WITH_STDIN
         reference = json.dumps({"tests": tests[: self.max_tests], "function": function})
-        return TaskProblem(f"lcb-{_text(row, 'question_id', where)}", prompt, reference)
+        return TaskProblem(f"lcb-{text_of(row, 'question_id', where)}", prompt, reference)
 
 
 _INSTRUCTION = "Write a correct Python program for this problem.\n\n{question}\n\n"
@@ -276,12 +276,6 @@ def _unpack(text: str) -> str:
     if len(texts) != 1:
         raise ValueError(f"{len(texts)} texts where one is wanted")
     return texts[0]
-
-
-def _text(row: dict[str, Any], key: str, where: str) -> str:
-    if not isinstance(row.get(key), str):
-        raise ReprieveError(f"{where} must have a text {key!r}, got {type(row.get(key)).__name__}")
-    return str(row[key])
 
 
 def code_blocks(text: str) -> list[str]:

@@ -26,9 +26,9 @@ from reprieve.mining.traces import LABELS_VERSION, soft_label
 from reprieve.models.arbiter import ArbiterModel, ArbitrationRound
 from reprieve.models.cached_model import CachedModel
 from reprieve.stats import BranchChoices
-from reprieve.training.loop import NetworkLearner, Progress, train
+from reprieve.training.loop import NetworkLearner, train
 from reprieve.training.settings import WarmUp
-from reprieve.types import HiddenStates, select_rows
+from reprieve.types import HiddenStates, Progress, no_progress, select_rows
 
 _VALUES = ("labels", "draft_utilities", "target_utilities")
 
@@ -118,7 +118,7 @@ def warm_up(
     *,
     num_draft_tokens: int,
     settings: WarmUp | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> Arbiter:
     """Train an arbiter on traces; resumes from its checkpoint.
 

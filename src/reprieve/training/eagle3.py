@@ -27,9 +27,10 @@ from reprieve.files import replace_file
 from reprieve.heads.binding import digest
 from reprieve.models.attention import without_cudnn
 from reprieve.models.int8 import output_weights
-from reprieve.training.loop import NetworkLearner, Progress, learning_rate_at, train
+from reprieve.training.loop import NetworkLearner, learning_rate_at, train
 from reprieve.training.own_text import OwnText
 from reprieve.training.settings import EagleTraining
+from reprieve.types import Progress, no_progress
 
 
 def batches_of(texts: Sequence[OwnText], settings: EagleTraining) -> list[list[OwnText]]:
@@ -73,7 +74,7 @@ def train_eagle3(
     folder: Path,
     *,
     settings: EagleTraining | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Train a head on the target's own texts, and save it in the speculators format; resumes from its checkpoint.
 

@@ -6,7 +6,7 @@ response is a chain; tokens that were tried but not kept are leaves of a tree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,9 @@ from reprieve.heads.settings import FeatureRecipe
 from reprieve.mining.store import Mismatch, ProblemLabels
 from reprieve.models.cached_model import CachedModel, HiddenLayers, ResponseTree
 from reprieve.stats import bootstrap_interval
-from reprieve.types import HiddenStates
+from reprieve.types import HiddenStates, Progress, no_progress
 
 RECALL = 0.9  # minimum share of important tokens that AutoJudge's thresholds catch
-Progress = Callable[[int, int], None]  # finished and all problems
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def collect(
     layers: HiddenLayers = (-1,),
     draft_layers: HiddenLayers = (-1,),
     encodings: Sequence[str] = ("draft", "target", "previous"),
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> LabelledTokens:
     """Run target and draft over every problem.
 

@@ -23,8 +23,9 @@ from reprieve.tasks.base import TaskProblem
 from reprieve.tasks.prompting import prompt_ids_of
 from reprieve.training.features import auc
 from reprieve.training.linear import LinearFit, fit_linear
-from reprieve.training.loop import Learner, Progress, train
+from reprieve.training.loop import Learner, train
 from reprieve.training.settings import LengthTraining
+from reprieve.types import Progress, no_progress
 
 _PRICES = tuple(round(0.02 * step, 2) for step in range(1, 48))
 
@@ -38,7 +39,7 @@ def train_length(
     max_new_tokens: int,
     settings: LengthTraining | None = None,
     folder: Path | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> LengthHead:
     """Decode problems with full-length blocks, then fit the acceptance probabilities of each token and the next one.
 

@@ -27,8 +27,8 @@ from reprieve.training.features import (
     split_by_problem,
     summarise_held_out,
 )
-from reprieve.training.loop import Progress
 from reprieve.training.settings import JudgeTraining, StateArbiterTraining
+from reprieve.types import Progress, no_progress
 
 MAX_ITER = 500
 
@@ -68,7 +68,7 @@ def train_judge(
     task: str,
     *,
     settings: JudgeTraining | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> JudgeHead:
     """Train the head with the C that ranks held-out problems best.
 
@@ -108,7 +108,7 @@ def train_state_arbiter(
     task: str,
     *,
     settings: StateArbiterTraining | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> StateArbiter:
     """Train both heads, each with the C of lowest log loss on left-out problems; recommend threshold 0.5.
 

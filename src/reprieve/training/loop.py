@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from reprieve.errors import ReprieveError
 from reprieve.files import append_line, parse_json, replace_file, whole_lines
+from reprieve.types import Progress, no_progress
 
 CHECKPOINT = "checkpoint.safetensors"
 CHECKPOINT_SECONDS = 120.0
-Progress = Callable[[int, int], None]  # finished updates and their total
 
 
 class Learner(ABC):
@@ -103,7 +103,7 @@ def train(
     learner: Learner,
     folder: Path | None,
     *,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
 ) -> float:
     """Run a learner's updates; resumes from the checkpoint in its folder.

@@ -7,7 +7,7 @@ forward over an answer reads the effects of all its swaps on the next step, as l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -25,7 +25,7 @@ from reprieve.rules.fuzzy import top_k_union
 from reprieve.rules.lts import lts_bound, raw_scores
 from reprieve.settings import SamplingParams
 from reprieve.training.settings import LtsRecipe
-from reprieve.types import Evidence
+from reprieve.types import Evidence, Progress, no_progress
 
 _MAX_LEAVES = 128  # per forward; the tree's mask grows quadratically
 
@@ -184,7 +184,7 @@ def collect_swaps(
     recipe: LtsRecipe,
     params: SamplingParams,
     *,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> tuple[Tensor, Swaps]:
     """Compute the whitening and one candidate for every position of the answers (Algorithm 1, lines 1 to 10).
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from reprieve.models.sampling import UniformDraw
 from reprieve.settings import ProblemSettings, SamplingParams
 from reprieve.tasks.base import TaskProblem
 from reprieve.tasks.prompting import prompt_ids_of
+from reprieve.types import Progress, no_progress
 
 _NUM_ROWS = 96  # texts in one forward
 
@@ -45,7 +46,7 @@ def write_own_texts(
     *,
     params: SamplingParams,
     mixed: bool = False,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> list[OwnText]:
     """Answer every problem that is not yet in the file, one line each, and return all the texts.
 

@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 from reprieve.heads.binding import PairIdentity
 from reprieve.heads.classifiers import PivotHead, pivot_logits
 from reprieve.training.features import LabelledTokens, split_by_problem, summarise_held_out
-from reprieve.training.loop import Progress
 from reprieve.training.settings import PivotTraining
+from reprieve.types import Progress, no_progress
 
 
 def train_pivot(
@@ -22,7 +22,7 @@ def train_pivot(
     task: str,
     *,
     settings: PivotTraining | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> PivotHead:
     """Train the head with the smallest validation loss; its recommended threshold catches 90% of the held-out pivots.
 
