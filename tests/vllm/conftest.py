@@ -7,6 +7,7 @@ slower, on fewer problems.
 from tests.vllm.runner import V2  # sets the environment that vLLM reads when it is imported
 
 # isort: split
+import functools
 import os
 from pathlib import Path
 
@@ -79,10 +80,15 @@ def use_rule(llm, source):
     return rules
 
 
-def local_decoder(spec):
+@functools.cache
+def local_pair():
     from reprieve.engine import load_pair
 
-    return load_pair(ARITHMETIC.name).decoder(spec, num_draft_tokens=K)
+    return load_pair(ARITHMETIC.name)
+
+
+def local_decoder(spec):
+    return local_pair().decoder(spec, num_draft_tokens=K)
 
 
 def texts(outputs):
