@@ -241,6 +241,8 @@ def test_provenance_names_each_tokens_origin(port, prompt):
         ({"reprieve_threshold": "x"}, "reprieve_threshold"),
         ({"vllm_xargs": {"reprieve_threshold": [1]}}, "reprieve_threshold"),
         ({"reprieve_leniency": "wild"}, "reprieve_leniency"),
+        ({"reprieve_require": "some"}, "reprieve_require"),
+        ({"reprieve_require": "lossless", "reprieve_threshold": 0.2}, "reprieve_require"),
         ({"reprieve_rule": "top_k:k=3"}, "reprieve_rule"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from reprieve.backends.running import LEVEL, SWITCH, THRESHOLD
+from reprieve.backends.running import FIELDS
 from reprieve.files import parse_json
 from reprieve.settings import MAX_STOP_LENGTH, SamplingParams
 from reprieve.vllm_plugin.policy import RequestError
@@ -53,10 +53,13 @@ class RequestBody(BaseModel):
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    vllm_xargs: dict[Literal["reprieve_threshold", "reprieve_rule", "reprieve_leniency"], Any] | None = None
+    vllm_xargs: (
+        dict[Literal["reprieve_threshold", "reprieve_rule", "reprieve_leniency", "reprieve_require"], Any] | None
+    ) = None
     reprieve_rule: str | None = None
     reprieve_threshold: Real | None = None
     reprieve_leniency: str | None = None
+    reprieve_require: str | None = None
     reprieve_provenance: bool = False
 
     @model_validator(mode="before")
@@ -79,7 +82,7 @@ class RequestBody(BaseModel):
     def leniency(self) -> dict[str, Any]:
         """Fields that choose the rule and its setting; as in vLLM, they can also be given in `vllm_xargs`."""
         given: dict[str, Any] = {str(name): value for name, value in (self.vllm_xargs or {}).items()}
-        own = {SWITCH: self.reprieve_rule, THRESHOLD: self.reprieve_threshold, LEVEL: self.reprieve_leniency}
+        own = {name: getattr(self, name) for name in FIELDS}
         return {**given, **{name: value for name, value in own.items() if value is not None}}
 
     @property
