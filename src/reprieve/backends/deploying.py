@@ -103,7 +103,11 @@ class VllmDeployer:
     dtype: str
 
     def start(self, slot: Slot, announce: Announce) -> Running:
-        """Return the reason why no server can do this; empty if one can."""
+        """Start a server with the slot's contents.
+
+        Raises:
+            ReprieveError: the server does not come up, or cannot serve the slot.
+        """
         announce(f"starting vLLM: {self.words(slot)}")
         return start_vllm(self.deployment(slot), self.settings)
 

@@ -22,7 +22,7 @@ _CLOSING_S = 60.0
 
 @dataclass(frozen=True)
 class RayDeployer(VllmDeployer):
-    """See `Deployer`. On the cluster of RAY_ADDRESS, or on one started here."""
+    """Starts vLLM on the cluster of RAY_ADDRESS, or on one started here."""
 
     settings: RaySettings
 
