@@ -3,6 +3,7 @@
 import gzip
 import os
 import threading
+import tracemalloc
 
 import pytest
 
@@ -158,3 +159,13 @@ def test_concurrent_writers_of_one_file_do_not_mix(tmp_path):
     for thread in threads:
         thread.join()
     assert len(set((tmp_path / "x").read_text())) == 1 and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_small_file_takes_little_memory_whatever_its_limit(tmp_path):
+    (tmp_path / "small").write_bytes(b"x" * 100)
+    tracemalloc.start()
+    try:
+        assert len(read_file(tmp_path / "small", "the file", most=1 << 34)) == 100
+        assert tracemalloc.get_traced_memory()[1] < 1 << 26
+    finally:
+        tracemalloc.stop()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Record = TypeVar("Record")
 _LARGEST = 1 << 30  # bytes
+_PIECE = 1 << 24  # bytes in one read
 _MOST = 1e15  # of any count or time: sums stay exact
 _HOST = socket.gethostname()
 
@@ -91,7 +92,11 @@ def read_file(path: str | Path, what: str, *, most: int = _LARGEST) -> bytes:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise ValueError("it is no plain file")
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            content = file.read(most + 1)
+            pieces, size = [], 0
+            while size <= most and (piece := file.read(_PIECE)):  # `read(most)` would reserve that much memory
+                pieces.append(piece)
+                size += len(piece)
+        content = b"".join(pieces)
         if len(content) > most:
             raise ValueError(f"it is larger than {most} bytes")
         return content
@@ -234,9 +239,8 @@ def converted(name: str, value: Any, hint: Any, *, exact: bool = False, signed: 
         return {key: convert(item, items[1]) for key, item in value.items()}
     _require(name, value, kind)
     if isinstance(value, int | float) and not (-_MOST if signed else 0) <= value < _MOST:
-        raise ValueError(
-            f"{name} must be {'above -' if signed else '0 or more and below '}{_MOST:g}, got {value!r:.80}"
-        )
+        least = f"{-_MOST:g}" if signed else "0"
+        raise ValueError(f"{name} must be {least} or more and below {_MOST:g}, got {value!r:.80}")
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from types import SimpleNamespace
@@ -182,3 +183,14 @@ def test_a_length_head_of_ones_own_does_not_hide_the_lossless_answers():
     _require_first_walk(own, earlier, {first, second})
     with pytest.raises(SpecError, match="first tried on these problems, margin:delta=1"):
         _require_first_walk(own, earlier, {second})
+
+
+def test_a_refused_run_does_not_begin(pair, tmp_path):
+    begun = []
+    for settings_of_run, refused in ((settings(limit=12), False), (settings(limit=12, seed=5), True)):
+        with pytest.raises(ReprieveError, match="holds another run") if refused else contextlib.nullcontext():
+            certify(
+                plan(run=settings_of_run), LocalEngine(pair), ToyTask(), tmp_path, command="c",
+                begun=lambda: begun.append(1),
+            )  # fmt: skip
+    assert begun == [1], "the configuration of the first run must not be overwritten"

@@ -119,6 +119,7 @@ def test_own_texts_come_from_the_target_and_survive_a_kill(pair, tmp_path):
         b'{"problem_id": "a", "prompt_ids": [9999], "answer_ids": [1]}\n',
         b'{"problem_id": "a", "prompt_ids": [1.5], "answer_ids": [1]}\n',
         b'{"problem_id": "a", "prompt_ids": [1], "answer_ids": {}}\n',
+        b'{"problem_id": "a", "prompt_ids": [], "answer_ids": [9999]}\n',
     ):
         path.write_bytes(damaged)
         with pytest.raises(ReprieveError, match=r"is no text of the target|a token is not in|must be UTF-8"):

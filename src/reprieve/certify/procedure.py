@@ -124,6 +124,7 @@ def certify(
     folder: Path,
     *,
     command: str,
+    begun: Callable[[], None] = lambda: None,
     announce: Callable[[str], None] = lambda line: None,
     progress: Progress = no_progress,
 ) -> Certification | None:
@@ -132,6 +133,9 @@ def certify(
     Another rule certified into the same folder shares the strict answers. The promise rests on the calibration problems
     alone. The held-out ones are a second, independent check: if their observed loss reaches the bound, no certificate
     is written.
+
+    Args:
+        begun: called once the folder is this run's.
 
     Raises:
         SpecError: an invalid plan, a task without right answers, problems that a head of the rule was trained on or
@@ -157,6 +161,7 @@ def certify(
     served = engine.facts.engine != LOCAL  # a server's batches do not reproduce greedy answers exactly
     calibration = runner(plan.settings.run, [strict, *([again] if served else []), *arms.values()], "calibration")
     _require_first_walk(plan, calibration, {arm.label for arm in arms.values()})
+    begun()
     noise = None
     try:
         if served:
@@ -333,7 +338,8 @@ def _outcomes(runner: Runner, strict_arm: Arm, arm: Arm, budget: int) -> Outcome
 def _where(runner: Runner, plan: Plan) -> dict[str, Any]:
     """Return the problems of a run, and its unreadable answers, strict and relaxed. They count as wrong."""
     settings = {name: getattr(runner.config, name) for name in ("split", "offset", "limit", "seed")}
-    unread = [record.arm in plan.lossless_labels for record in runner.records if record.unread]
+    lossless = plan.lossless_labels
+    unread = [record.arm in lossless for record in runner.records if record.unread]
     return {
         **settings,
         "problems": [problem.digest for problem in runner.problems],

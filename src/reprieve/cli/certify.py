@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from reprieve.backends.settings import EngineSettings
@@ -50,13 +51,13 @@ class Certify(Command):
                     f"{num_problems} calibration problems cannot prove a loss below {100 * promise.max_drop:g} points: "
                     f"{needed} or more are needed (--limit, --max-drop)"
                 )
-            self.keep_config(self.out)
             outcome = certify(
                 plan,
                 engine,
                 task,
                 self.out,
                 command=screen.command_line(),
+                begun=partial(self.keep_config, self.out),
                 announce=screen.say,
                 progress=progress,
             )

@@ -94,6 +94,6 @@ def _read(path: Path, vocab_size: int) -> Iterator[OwnText]:
         ReprieveError: a line that is no text of this target.
     """
     for text in read_records(path, OwnText, "text of the target", repair=True):
-        if max(*text.prompt_ids, *text.answer_ids, 0) >= vocab_size:
+        if max([*text.prompt_ids, *text.answer_ids], default=0) >= vocab_size:
             raise ReprieveError(f"{path}, {text.problem_id}: a token is not in [0, {vocab_size - 1}]")
         yield text
