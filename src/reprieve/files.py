@@ -225,7 +225,6 @@ def converted(name: str, value: Any, hint: Any, *, exact: bool = False, signed: 
             return None
         hint = next((option for option in options if _is_of(value, option)), options[0])
     kind, items = typing.get_origin(hint) or hint, typing.get_args(hint)
-    convert = functools.partial(converted, f"an item of {name}", exact=exact, signed=signed)
     if kind is Any:
         return value
     if dataclasses.is_dataclass(kind):
@@ -233,10 +232,12 @@ def converted(name: str, value: Any, hint: Any, *, exact: bool = False, signed: 
         return record_from(typing.cast(type, kind), value, exact=exact, signed=signed)
     if kind in (list, tuple):
         _require(name, value, list)
-        return kind(convert(item, items[0]) for item in value)
+        convert = functools.partial(converted, f"an item of {name}", hint=items[0], exact=exact, signed=signed)
+        return kind(map(convert, value))
     if kind in (dict, Mapping):
         _require(name, value, dict)
-        return {key: convert(item, items[1]) for key, item in value.items()}
+        convert = functools.partial(converted, f"an item of {name}", hint=items[1], exact=exact, signed=signed)
+        return {key: convert(item) for key, item in value.items()}
     _require(name, value, kind)
     if isinstance(value, int | float) and not (-_MOST if signed else 0) <= value < _MOST:
         least = f"{-_MOST:g}" if signed else "0"

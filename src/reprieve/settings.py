@@ -227,7 +227,12 @@ class SamplingParams(SamplingSettings):
 
     def for_problem(self, number: int, trial: int = 0) -> SamplingParams:
         """Return a copy with a separate seed for the `number`th problem of a task and one trial of it."""
-        return dataclasses.replace(self, seed=((self.seed + trial) * 1_000_003 + number) % (MAX_SEED + 1))
+        return dataclasses.replace(self, seed=wrapped_seed((self.seed + trial) * 1_000_003 + number))
+
+
+def wrapped_seed(seed: int) -> int:
+    """Return a seed in [0, 2**63 - 1] for one that was computed from another."""
+    return seed % (MAX_SEED + 1)
 
 
 def _require_temperature(name: str, value: float) -> None:

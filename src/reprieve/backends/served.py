@@ -22,7 +22,7 @@ from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, SamplingParams
 from reprieve.errors import EngineError, ReprieveError, SpecError
 from reprieve.heads.binding import PairIdentity, digest
 from reprieve.heads.files import find_head
-from reprieve.settings import NumDraftTokens
+from reprieve.settings import NumDraftTokens, wrapped_seed
 from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.prompting import prompt_of
 
@@ -165,7 +165,7 @@ class ServedEngine:
         async def all_of(client: Client) -> tuple[list[Completion], float]:
             async def ask(numbered: tuple[int, TaskProblem]) -> Completion:
                 number, problem = numbered
-                seeded = dataclasses.replace(params, seed=params.seed + number)
+                seeded = dataclasses.replace(params, seed=wrapped_seed(params.seed + number))
                 prompt_ids = self._encode(prompt_of(problem))
                 [completion] = await client.complete(prompt_ids, seeded, extra=fields, stream=True)
                 _require_numbers(arm, completion)

@@ -18,7 +18,14 @@ from reprieve.heads.folds import FoldedHead
 from reprieve.heads.length import fitting_length
 from reprieve.heads.loading import attach_heads, split_folds
 from reprieve.rules import Rule, parse_rule
-from reprieve.settings import AUTO, MAX_SEED, NumDraftTokens, named_length, read_draft_tokens, require_draft_tokens
+from reprieve.settings import (
+    AUTO,
+    NumDraftTokens,
+    named_length,
+    read_draft_tokens,
+    require_draft_tokens,
+    wrapped_seed,
+)
 from reprieve.specs import parse_parameters, split
 
 LOSSLESS = "lossless"
@@ -87,7 +94,7 @@ class Arm:
     def params(self, params: SamplingParams) -> SamplingParams:
         """Return a run's sampling for this arm. A direct arm always samples: greedy, it would equal the target."""
         if self.truncation is None:
-            return dataclasses.replace(params, seed=(params.seed + self.seed_shift) % (MAX_SEED + 1))
+            return dataclasses.replace(params, seed=wrapped_seed(params.seed + self.seed_shift))
         return dataclasses.replace(params, truncation=self.truncation, temperature=params.temperature or 1.0)
 
     @property

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +89,20 @@ class Plan:
         """Return an arm of this pair at the plan's K."""
         return make_arm(rule, self.settings.num_draft_tokens, target=self.target)
 
+    @cached_property
+    def strict(self) -> Arm:
+        """The lossless arm."""
+        return self.arm(LOSSLESS)
+
+    @cached_property
+    def again(self) -> Arm:
+        """The lossless arm with other draws."""
+        return self.arm(RERUN)
+
     @property
-    def lossless_labels(self) -> frozenset[str]:
+    def lossless_labels(self) -> set[str]:
         """Labels of both lossless arms."""
-        return frozenset(self.arm(name).label for name in (LOSSLESS, RERUN))
+        return {self.strict.label, self.again.label}
 
     def candidates(self) -> list[Rule]:
         """Return the rule at each threshold, from strict to lenient.
@@ -145,7 +156,7 @@ def certify(
     if not getattr(task, "graded", True):
         raise SpecError(f"task {task.name} has no right answers: nothing can be certified on it")
     _require_unseen(plan, task)
-    strict, again = plan.arm(LOSSLESS), plan.arm(RERUN)
+    strict, again = plan.strict, plan.again
     arms = {float(rule.dial_value or 0): plan.arm(rule) for rule in plan.candidates()}  # strictest first
 
     def runner(settings: RunSettings, chosen: list[Arm], name: str) -> Runner:
@@ -210,8 +221,7 @@ def _conclude(measured: _Measured, folder: Path) -> Certification:
 
 def _needed(plan: Plan, calibration: Runner, task: Task) -> str:
     """Say how many calibration problems the promise takes at least, and how many there were."""
-    strict = plan.arm(LOSSLESS).label
-    lengths = [record.num_tokens for record in calibration.records if record.arm == strict]
+    lengths = [record.num_tokens for record in calibration.records if record.arm == plan.strict.label]
     needed = num_needed(plan.promise, answer_length=float(np.mean(lengths)), budget=task.max_new_tokens)
     return (
         f"This promise takes {needed} calibration problems where the rule changes no answer, and more where it does; "
@@ -338,8 +348,7 @@ def _outcomes(runner: Runner, strict_arm: Arm, arm: Arm, budget: int) -> Outcome
 def _where(runner: Runner, plan: Plan) -> dict[str, Any]:
     """Return the problems of a run, and its unreadable answers, strict and relaxed. They count as wrong."""
     settings = {name: getattr(runner.config, name) for name in ("split", "offset", "limit", "seed")}
-    lossless = plan.lossless_labels
-    unread = [record.arm in lossless for record in runner.records if record.unread]
+    unread = [record.arm in plan.lossless_labels for record in runner.records if record.unread]
     return {
         **settings,
         "problems": [problem.digest for problem in runner.problems],

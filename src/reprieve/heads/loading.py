@@ -57,9 +57,7 @@ def attach_heads(rule: Rule, target: str | None = None) -> Rule:
     defaults = {} if bundle is None else bundle.head_names
 
     def attach(part: Rule) -> Rule:
-        if not isinstance(part, HeadRule):
-            return part
-        if part.head is not None:
+        if not isinstance(part, HeadRule) or part.head is not None:
             return part
         source = part.path or defaults.get(part.head_kind)
         if not source:

@@ -65,6 +65,12 @@ class TracedRound:
     draft_utilities: tuple[float | None, ...] = ()  # of continuing with the draft's token
     target_utilities: tuple[float | None, ...] = ()
 
+    @property
+    def mismatched_nodes(self) -> list[int]:
+        """Drafted tokens that differ from the target's, as indices into the lists."""
+        pairs = zip(self.draft_ids, self.target_ids, strict=True)
+        return [node for node, (draft_id, target_id) in enumerate(pairs) if draft_id != target_id]
+
 
 @dataclass(frozen=True)
 class ProblemLabels:

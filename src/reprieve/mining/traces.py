@@ -181,21 +181,19 @@ class ArbitrationMiner:
 def _reached(rounds: Iterable[TracedRound]) -> Iterable[Mismatch]:
     """Yield the first mismatch of each round, where plain decoding stopped, if it has a label."""
     for traced in rounds:
-        for node, (draft_id, target_id) in enumerate(zip(traced.draft_ids, traced.target_ids, strict=True)):
-            if draft_id == target_id:
-                continue
-            if traced.labels[node] is not None:
-                target_utility, draft_utility = traced.target_utilities[node], traced.draft_utilities[node]
-                assert target_utility is not None and draft_utility is not None
-                yield Mismatch(
-                    position=traced.start + node,
-                    target_id=target_id,
-                    draft_id=draft_id,
-                    important=draft_utility < target_utility,
-                    base_utility=target_utility,
-                    candidate_utility=draft_utility,
-                )
-            break
+        node = next(iter(traced.mismatched_nodes), None)
+        if node is None or traced.labels[node] is None:
+            continue
+        target_utility, draft_utility = traced.target_utilities[node], traced.draft_utilities[node]
+        assert target_utility is not None and draft_utility is not None
+        yield Mismatch(
+            position=traced.start + node,
+            target_id=traced.target_ids[node],
+            draft_id=traced.draft_ids[node],
+            important=draft_utility < target_utility,
+            base_utility=target_utility,
+            candidate_utility=draft_utility,
+        )
 
 
 class _Branches:
@@ -214,9 +212,7 @@ class _Branches:
 
     async def label(self, traced: TracedRound) -> TracedRound:
         """Return the round with labels for its first few mismatches."""
-        pairs = enumerate(zip(traced.draft_ids, traced.target_ids, strict=True))
-        nodes = [node for node, (draft_id, target_id) in pairs if draft_id != target_id]
-        nodes = nodes[: self.settings.max_mismatches]
+        nodes = traced.mismatched_nodes[: self.settings.max_mismatches]
         end = self.responses.length_of(self._text(traced, traced.draft_ids), start=traced.start)
         if end is not None:  # mismatches after the end of the response do not count
             nodes = [node for node in nodes if traced.start + node < end]

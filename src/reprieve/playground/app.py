@@ -27,7 +27,7 @@ from reprieve.playground.prompts import Prompts
 from reprieve.playground.protocol import Replies, error_body
 from reprieve.playground.settings import PlaygroundSettings
 from reprieve.playground.worker import Finished, Piece, QueuedRequest, QueueFullError, StoppedError, Worker
-from reprieve.settings import NumDraftTokens
+from reprieve.settings import NumDraftTokens, wrapped_seed
 from reprieve.types import Generation
 from reprieve.vllm_plugin.menu import Menu
 from reprieve.vllm_plugin.policy import RequestError
@@ -190,7 +190,7 @@ class Service:
         seed = secrets.randbits(31) if body.seed is None else body.seed
         repeated = [prompt for prompt in prompts for _ in range(body.n)]
         params = [
-            body.sampling(max_new_tokens=room, seed=(seed + number) % 2**63, num_logprobs=wanted)
+            body.sampling(max_new_tokens=room, seed=wrapped_seed(seed + number), num_logprobs=wanted)
             for number in range(len(repeated))
         ]
         job = QueuedRequest(repeated, params, choice, asyncio.get_running_loop())
