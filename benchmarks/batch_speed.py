@@ -1,0 +1,207 @@
+"""Speed of the batched engine, alone and under load: `python benchmarks/batch_speed.py --arm margin:delta=1`.
+
+For each number of rows, arms take turns: in each turn, every arm answers the same problems, as many at once as there
+are rows. A turn with one row has one problem, others have twice as many problems as rows. Arms with the same K and
+drafter share a decoder, and CUDA graphs are captured before anything is timed. Needs an idle machine. Writes
+batch_speed.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import reprieve
+from arms import part, run, whole, write_parts
+from reprieve.bench.arms import Arm, make_arms
+from reprieve.drafters import DRAFTERS, EagleSettings
+from reprieve.engine import DRAFT_ONLY, Pair
+from reprieve.engine.batched import BatchedSpeculativeDecoder, Request
+from reprieve.rules import LosslessRule
+from reprieve.settings import PromptSettings, SamplingParams
+from reprieve.stats import bootstrap_interval
+from reprieve.tasks import Task, load_task
+from reprieve.tasks.prompting import prompt_ids_of, with_prompts
+from reprieve.types import Generation
+
+_WARM_LENGTHS = (128, 256, 384, 512, 640, 768)  # columns of CUDA graphs; each is captured once
+
+
+@dataclass
+class Turn:
+    """What one arm did in one turn."""
+
+    seconds: float
+    num_tokens: int
+    num_rounds: int
+    num_answers: int
+
+
+def decode(decoder: BatchedSpeculativeDecoder, arm: Arm, prompts: Sequence[list[int]], max_new_tokens: int) -> Turn:
+    """Answer prompts and time it, from the first prompt to the last answer."""
+    rule = arm.rule or LosslessRule()
+    done: list[Generation] = []
+    _wait(decoder)
+    started = time.perf_counter()
+    for prompt_ids in prompts:
+        decoder.submit(Request(prompt_ids, rule, max_new_tokens, done.append))
+    while not decoder.idle:
+        decoder.step()
+    _wait(decoder)
+    seconds = time.perf_counter() - started
+    return Turn(seconds, sum(len(one.tokens) for one in done), sum(one.num_rounds for one in done), len(done))
+
+
+def _wait(decoder: BatchedSpeculativeDecoder) -> None:
+    if decoder.device.type == "cuda":
+        torch.cuda.synchronize(decoder.device)
+
+
+def decoder_of(
+    pair: Pair, arms: Sequence[Arm], *, drafter: str, num_rows: int, max_new_tokens: int, stop: tuple[str, ...]
+) -> BatchedSpeculativeDecoder:
+    """Return a decoder for arms with one K and drafter; on a GPU, with its graphs captured."""
+    settings = DRAFTERS.make(arms[0].drafter or drafter)
+    k = arms[0].num_draft_tokens if arms[0].rule else 0
+    assert isinstance(k, int), "batch_speed needs a number of draft tokens"
+    eagle = settings if isinstance(settings, EagleSettings) and k else None
+    decoder = BatchedSpeculativeDecoder(
+        pair,
+        num_rows=num_rows,
+        num_draft_tokens=k,
+        params=SamplingParams(max_new_tokens=max_new_tokens, stop=stop),
+        rules=[arm.rule for arm in arms if arm.rule],
+        eagle=None if eagle is None else pair.eagle_head(eagle.source(pair.target_name)),
+    )
+    lengths = sorted(_WARM_LENGTHS, reverse=True) if pair.device.type == "cuda" else _WARM_LENGTHS[:1]
+    for length in lengths:
+        decode(decoder, arms[0], [[100] * (length - 3 * (k + 1))], 2 * (k + 1))
+    return decoder
+
+
+def _bound(arm: Arm, pair: Pair) -> Arm:
+    return arm if arm.rule is None else dataclasses.replace(arm, rule=arm.rule.bind(pair.tokenizer).to(pair.device))
+
+
+def groups_of(arms: Sequence[Arm]) -> list[list[Arm]]:
+    """Return the arms that can share a decoder."""
+    groups: dict[Any, list[Arm]] = {}
+    for arm in arms:
+        groups.setdefault((arm.rule is None, arm.num_draft_tokens, arm.drafter), []).append(arm)
+    return list(groups.values())
+
+
+def measure(
+    pair: Pair, arms: Sequence[Arm], task: Task, *, num_rows: int, options: argparse.Namespace
+) -> dict[str, list[Turn]]:
+    """Return the turns of each arm."""
+    size, num_turns = (1, options.limit) if num_rows == 1 else (2 * num_rows, options.turns)
+    prompts = [prompt_ids_of(problem, pair.tokenizer) for problem in task.problems("test", size * num_turns)]
+    decoders = {}
+    for group in groups_of(arms):
+        decoder = decoder_of(
+            pair,
+            group,
+            drafter=options.drafter,
+            num_rows=num_rows,
+            max_new_tokens=options.max_new_tokens,
+            stop=tuple(task.stop),
+        )
+        decoders.update({arm.label: decoder for arm in group})
+    turns: dict[str, list[Turn]] = {arm.label: [] for arm in arms}
+    for turn in range(num_turns):
+        chosen = prompts[turn * size : (turn + 1) * size]
+        shift = turn % len(arms)
+        for arm in [*arms[shift:], *arms[:shift]]:
+            turns[arm.label].append(decode(decoders[arm.label], arm, chosen, options.max_new_tokens))
+        print(f"{num_rows} rows: turn {turn + 1}", flush=True)
+    return turns
+
+
+def ratio(turns: Sequence[Turn], base: Sequence[Turn], counted: str) -> str:
+    """Return the ratio of two arms' rates, with a bootstrap interval over turns; without one below 5 turns."""
+
+    def over(index: Any) -> float:
+        def rate(some: Sequence[Turn]) -> float:
+            return sum(getattr(some[i], counted) for i in index) / sum(some[i].seconds for i in index)
+
+        return float(rate(turns) / rate(base))
+
+    value = over(range(len(turns)))
+    if len(turns) < 5:
+        return f"{value:.2f}"
+    low, high = bootstrap_interval(over, len(turns))
+    return f"{value:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def table(turns: dict[str, list[Turn]], note: str) -> dict[str, Any]:
+    """Return the rates of all arms at one number of rows."""
+    target = turns["target_only"]
+    rows = []
+    for label, own in turns.items():
+        seconds = sum(turn.seconds for turn in own)
+        num_tokens, num_answers = sum(turn.num_tokens for turn in own), sum(turn.num_answers for turn in own)
+        rows.append(
+            [
+                label,
+                f"{num_tokens / max(1, sum(turn.num_rounds for turn in own)):.2f}",
+                f"{num_tokens / num_answers:.0f}",
+                f"{num_tokens / seconds:.0f}",
+                ratio(own, target, "num_tokens"),
+                ratio(own, target, "num_answers"),
+            ]
+        )
+    head = [
+        "arm",
+        "tokens per round",
+        "tokens per answer",
+        "tokens per second",
+        "tokens per second, over target",
+        "answers per second, over target",
+    ]
+    return part(head, rows, note)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", default="reprieve/miniature")
+    parser.add_argument("--draft", default=None)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--task", default="word_problems")
+    parser.add_argument("--chat-template", action="store_true")
+    parser.add_argument("--system-prompt", default=None)
+    parser.add_argument("--drafter", default="draft")
+    parser.add_argument("--arm", action="append", default=[], help="as in `reprieve bench`")
+    parser.add_argument("--num-draft-tokens", type=whole(1), default=4)
+    parser.add_argument("--rows", type=whole(1), nargs="+", default=[1, 32])
+    parser.add_argument("--limit", type=whole(1), default=6, help="problems with one row, one a turn")
+    parser.add_argument("--turns", type=whole(1), default=3, help="turns with more rows")
+    parser.add_argument("--max-new-tokens", type=whole(1), default=512)
+    parser.add_argument("--out", type=Path, default=Path("runs/batch-speed"))
+    options = parser.parse_args()
+    pair = reprieve.load_pair(options.target, options.draft, dtype=options.dtype)
+    prompt = PromptSettings(options.chat_template, options.system_prompt)
+    task = with_prompts(load_task(options.task), pair.tokenizer, prompt)
+    arms = make_arms(options.arm, [options.num_draft_tokens], target=pair.target_name)
+    arms = [_bound(arm, pair) for arm in arms if arm.label != DRAFT_ONLY]
+    device = torch.cuda.get_device_name() if pair.device.type == "cuda" else "this machine's CPU"
+    parts = {}
+    for rows in options.rows:
+        turns = measure(pair, arms, task, num_rows=rows, options=options)
+        num_turns = len(turns["target_only"])
+        num_problems = num_turns * (1 if rows == 1 else 2 * rows)
+        counts = f"{num_problems} problems in {num_turns} turns, {rows} at once"
+        note = f"{task.name}, {counts}, greedy, {pair.dtype}, {device}."
+        parts[f"rows_{rows}"] = table(turns, note)
+        write_parts(options.out / "batch_speed.json", parts)
+
+
+if __name__ == "__main__":
+    run(main)
