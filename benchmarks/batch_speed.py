@@ -130,9 +130,9 @@ def ratio(turns: Sequence[Turn], base: Sequence[Turn], counted: str) -> str:
 
     def over(index: Any) -> float:
         def rate(some: Sequence[Turn]) -> float:
-            return sum(getattr(some[i], counted) for i in index) / sum(some[i].seconds for i in index)
+            return float(sum(getattr(some[i], counted) for i in index) / sum(some[i].seconds for i in index))
 
-        return float(rate(turns) / rate(base))
+        return rate(turns) / rate(base)
 
     value = over(range(len(turns)))
     if len(turns) < 5:
