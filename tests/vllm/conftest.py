@@ -31,7 +31,7 @@ def pytest_sessionfinish(session, exitstatus):
     if os.environ.get("RECORD_TESTED") == "1" and exitstatus == 0 and num_passed and len(files) == 1 and whole:
         from vllm.version import __version__
 
-        tested.record(__version__, "v2" if V2 else "v1", files.pop(), num_passed)
+        tested.record(__version__.partition("+")[0], "v2" if V2 else "v1", files.pop(), num_passed)
 
 
 _ALIVE = []  # dropping one engine would destroy the process group of the others
