@@ -39,7 +39,7 @@ test-vllm:
 	$(MAKE) --jobs 2 --keep-going --output-sync=target $(VLLM_RUNS)
 
 $(VLLM_RUNS): $(VLLM)/.ready $(OVERLAY)
-	PYTHONPATH=$(OVERLAY) RECORD_TESTED=1 RUNNER=$(@D) OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q tests/vllm/$(@F)
+	$(OVERLAY:%=PYTHONPATH=%) RECORD_TESTED=1 RUNNER=$(@D) OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q tests/vllm/$(@F)
 
 $(CURDIR)/runs/vllm-%: $(VLLM)/.ready
 	$(VLLM)/bin/python tests/vllm/overlay.py $* $@
