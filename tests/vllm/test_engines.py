@@ -31,6 +31,7 @@ from reprieve.settings import PairSettings, PromptSettings
 from reprieve.tasks import load_task
 from reprieve.tasks.prompting import with_prompts
 from tests.kit.pairs import ARITHMETIC
+from tests.vllm.certified import CERTIFICATE, judge_path
 from tests.vllm.runner import V2
 
 pytestmark = pytest.mark.skipif(V2, reason="these start servers; V2's interpreter is too slow for whole runs")
@@ -91,8 +92,7 @@ def measured(folder, limit, *, engine=VLLM, speed=None, progress=lambda done, to
     try:
         task = with_prompts(load_task("arithmetic"), made.tokenizer)
         config = RunConfig.of(made, arms, RunSettings(task="arithmetic", limit=limit))
-        certificate = find_head("reprieve/arithmetic-judge") / "certificates" / "net_drop-0.03-0.04-vllm.json"
-        conditions = Certificate.load(certificate).conditions
+        conditions = Certificate.load(find_head(judge_path()) / CERTIFICATE).conditions
         assert not [text for text in conditions.differences(config.conditions(made, arms[1])) if text]
         run = run_arms(config, arms, made, task, folder, progress=progress)
         return run, measure_throughput(made, config, task, arms, speed, folder) if speed else []

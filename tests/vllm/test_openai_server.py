@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from tests.kit.pairs import ARITHMETIC
+from tests.vllm.certified import judge_path
 from tests.vllm.conftest import K
 
 with socket.socket() as _probe:
@@ -24,7 +25,7 @@ MODEL = "pair"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     policy = tmp_path_factory.mktemp("policy") / "reprieve.json"
-    rule = "judge:path=reprieve/arithmetic-judge,threshold=0.04"
+    rule = f"judge:path={judge_path()},threshold=0.04"
     policy.write_text(json.dumps({"rule": rule, "fast": 0.2, "max_threshold": 0.3, "default": "certified"}))
     log = policy.with_name("log.txt")
     spec = {"method": "draft_model", "model": str(ARITHMETIC.role_folder("draft")), "num_speculative_tokens": K}

@@ -7,10 +7,11 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from tests.vllm import cpu_kernels
+from tests.vllm.certified import judge_path
 from tests.vllm.conftest import make_llm, rules_of, texts, use_rule
 
 THRESHOLDS = (0.0, 0.05, 0.2, 0.6)
-JUDGE = "judge:path=reprieve/arithmetic-judge,threshold=0.1"
+JUDGE = f"judge:path={judge_path()},threshold=0.1"
 
 
 @pytest.fixture(scope="module")
