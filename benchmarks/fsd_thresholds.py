@@ -101,7 +101,7 @@ class FsdProtocol:
     ) -> dict[str, Any] | None:
         """Return the measurement's results document, with `protocol` added; None if it was interrupted."""
         settings = self.settings
-        target_name = engine.facts.identity.target
+        target_name = engine.facts.pair.target
         rules = sweep_rules(settings.rule, settings.thresholds, target=target_name)
         lossless = make_arms([LOSSLESS], settings.num_draft_tokens, target=target_name)[2:]
         # Summaries compare arms with the target, so every run includes it.

@@ -21,6 +21,7 @@ from reprieve.bench.runner import run_arms
 from reprieve.bench.settings import RunSettings
 from reprieve.engine import SpeculativeDecoder
 from reprieve.errors import ReprieveError
+from reprieve.settings import SamplingSettings
 from reprieve.tasks import TaskProblem
 from tests.bench.toys import run, settings
 from tests.kit.toys import ToyTask
@@ -47,7 +48,7 @@ def config(arms, **changes):
     values = dict(
         command="reprieve bench", target="toy-target", draft="toy-draft", drafter="draft", dtype="float32",
         device="cpu", weights="w",
-        task="toy", split="test", limit=6, seed=0, sampling={"temperature": 0.0}, num_draft_tokens=[4],
+        task="toy", split="test", limit=6, seed=0, num_draft_tokens=[4],
         arms=[arm.label for arm in arms],
     )  # fmt: skip
     return RunConfig(**{**values, **changes})
@@ -87,7 +88,7 @@ def test_lines_join_arms_that_differ_only_in_their_dial(pair, tmp_path):
 )
 def test_the_sequence_bound_is_reported_only_for_sampled_drafts(pair, tmp_path, sampling, bounded):
     arms = make_arms(["fuzzy:threshold=0.3,divergence=tv", "fuzzy:threshold=0.3", "margin:delta=1"], [4])
-    sampled = config(arms, sampling={"top_p": 1.0, "top_k": 0, **sampling})
+    sampled = config(arms, sampling=SamplingSettings(**sampling))
     rows = summarise(run_arms(sampled, arms, LocalEngine(pair), ToyTask(), tmp_path))["arms"]
     drafted = rows[3]["draft_share"] * rows[3]["tokens_per_answer"]
     assert rows[3]["sequence_bound"] == (pytest.approx(0.3 * drafted) if bounded else None)

@@ -22,6 +22,7 @@ from reprieve.heads.binding import PairIdentity
 from reprieve.heads.certificates import Certificate, Conditions, portable_spec, read_certificates, warn_of_certificates
 from reprieve.rules.judge import JudgeRule
 from reprieve.rules.margin import MarginRule
+from reprieve.settings import PromptSettings, SamplingSettings
 from tests.kit.tiny import random_head
 
 NUM_REPETITIONS = 2000
@@ -199,7 +200,7 @@ def test_losses_out_of_range_are_refused():
 
 
 IDENTITY = PairIdentity("t", "d", "tw", "dw", "tok")
-HERE = Conditions(IDENTITY, "arithmetic", {"temperature": 0.0}, 16, "draft", "float32")
+HERE = Conditions(pair=IDENTITY, task="arithmetic", num_draft_tokens=16, drafter="draft", dtype="float32")
 
 
 def certificate(rule, **changes):
@@ -229,12 +230,12 @@ def test_files_that_are_no_certificate_are_refused(tmp_path, content):
     ("change", "told"),
     [
         (dict(task="gsm8k:path=x"), "task gsm8k"),
-        (dict(sampling={"temperature": 0.6}), "temperature 0.6 "),
+        (dict(sampling=SamplingSettings(temperature=0.6)), "temperature 0.6 "),
         (dict(num_draft_tokens=8), "num_draft_tokens 8 "),
         (dict(dtype="bfloat16"), "dtype bfloat16"),
         (dict(drafter="ngram"), "drafter ngram"),
         (dict(drafter_weights="eeee"), "drafter_weights eeee"),
-        (dict(max_new_tokens=64), "max_new_tokens 64 "),
+        (dict(prompt=PromptSettings(max_new_tokens=64)), "max_new_tokens 64 "),
     ],
 )
 def test_other_conditions_raise_a_warning_that_names_them(change, told):
@@ -243,9 +244,9 @@ def test_other_conditions_raise_a_warning_that_names_them(change, told):
 
 
 def test_another_prompt_format_is_refused():
-    for change in (dict(chat_template=True), dict(chat_template=True, thinking="off")):
+    for prompt in (PromptSettings(chat_template=True), PromptSettings(chat_template=True, thinking="off")):
         with pytest.raises(SpecError, match=r"made with raw prompts, here it is the chat template"):
-            certificate(MarginRule()).check(dataclasses.replace(HERE, **change), where="of margin")
+            certificate(MarginRule()).check(dataclasses.replace(HERE, prompt=prompt), where="of margin")
 
 
 def test_the_same_conditions_raise_no_warning_and_another_pair_is_refused():

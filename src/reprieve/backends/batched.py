@@ -31,7 +31,7 @@ class BatchedEngine:
         self.pair = pair
         self.tokenizer = pair.tokenizer
         self.num_parallel = settings.parallel
-        self.facts = EngineFacts(pair.identity, pair.dtype, str(pair.device), engine="batched")
+        self.facts = EngineFacts(pair=pair.identity, dtype=pair.dtype, device=str(pair.device), engine="batched")
         self.num_positions = pair.num_positions
 
     def fingerprints(self, drafter: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ from reprieve.engine import DRAFT_ONLY, FoldedDecoder, Pair, SamplingParams, loa
 from reprieve.engine.processes import start_worker
 from reprieve.errors import EngineError, require_whole
 from reprieve.models.cached_model import shared_length
-from reprieve.settings import NumDraftTokens, PromptSettings
+from reprieve.settings import NumDraftTokens
 from reprieve.tasks import Task, TaskProblem, load_task
 from reprieve.tasks.prompting import prompt_ids_of, with_prompts
 
@@ -42,7 +42,7 @@ class LocalEngine:
         self.pair = pair
         self.tokenizer = pair.tokenizer
         self.num_parallel = num_workers
-        self.facts = EngineFacts(pair.identity, pair.dtype, str(pair.device))
+        self.facts = EngineFacts(pair=pair.identity, dtype=pair.dtype, device=str(pair.device))
         self.num_positions = pair.num_positions
         self._decoders: dict[str, FoldedDecoder] = {}
         self._config: RunConfig | None = None
@@ -159,7 +159,7 @@ def _start(config: RunConfig, arms: Sequence[Arm]) -> None:
     global _ANSWER
     start_worker()
     pair = load_pair(config.target, config.draft, dtype=config.dtype, device=config.device)
-    task = with_prompts(load_task(config.task), pair.tokenizer, PromptSettings(**config.prompt))
+    task = with_prompts(load_task(config.task), pair.tokenizer, config.prompt)
     problems = task.problems(config.split, config.limit, offset=config.offset)
     if pair.num_positions is not None:
         task.fit(problems, pair.num_positions)

@@ -59,7 +59,7 @@ class ServedEngine:
         assert self._up is not None
         facts = self._up[1].facts
         return EngineFacts(
-            self.identity,
+            pair=self.identity,
             dtype=facts.dtype or self.deployer.dtype,
             device="server",
             engine="openai" if facts.version is None else "vllm",
@@ -107,7 +107,7 @@ class ServedEngine:
         self, config: RunConfig, task: Task, arms: Sequence[Arm], problems: Sequence[TaskProblem], jobs: Sequence[Job]
     ) -> Iterator[ProblemRecord]:
         """See `Engine`."""
-        if config.sampling.get("draft_temperature") is not None:
+        if config.sampling.draft_temperature is not None:
             raise SpecError("draft_temperature cannot be set on a server: it drafts at the request's own temperature")
         self.expect(arms, config.drafter)
         by_label = {arm.label: arm for arm in arms}
@@ -159,7 +159,7 @@ class ServedEngine:
         running = self._serve(self._slots[self._slot(arm, config.drafter).key])
         fields = self._fields(arm, running)
         params = arm.params(
-            SamplingParams(max_new_tokens=task.max_new_tokens, stop=tuple(task.stop), **config.sampling)
+            SamplingParams(max_new_tokens=task.max_new_tokens, stop=tuple(task.stop), **vars(config.sampling))
         )
 
         async def all_of(client: Client) -> tuple[list[Completion], float]:

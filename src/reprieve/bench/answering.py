@@ -14,7 +14,6 @@ from reprieve.bench.engine import RunConfig
 from reprieve.bench.records import ProblemRecord, Reply, totals
 from reprieve.engine import DRAFT_ONLY, SamplingParams
 from reprieve.errors import EngineError, PairError
-from reprieve.settings import PromptSettings
 from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.prompting import Conversation, PromptFormat, prompt_of
 from reprieve.types import Generation
@@ -35,9 +34,9 @@ class Answerer:
         self.config = config
         self.task = task
         self._decode = decode
-        self._format = PromptFormat(tokenizer, PromptSettings(**config.prompt))
+        self._format = PromptFormat(tokenizer, config.prompt)
         self.params = SamplingParams(
-            max_new_tokens=task.max_new_tokens, seed=config.seed, stop=tuple(task.stop), **config.sampling
+            max_new_tokens=task.max_new_tokens, seed=config.seed, stop=tuple(task.stop), **vars(config.sampling)
         )
 
     async def warm_up(self, arm: Arm, problem: TaskProblem) -> None:

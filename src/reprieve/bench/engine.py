@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from reprieve.bench.arms import Arm
 from reprieve.bench.records import ProblemRecord
 from reprieve.bench.settings import RunSettings
 from reprieve.errors import SpecError
-from reprieve.heads.binding import PairIdentity
+from reprieve.heads.binding import EngineIdentity, PairIdentity
 from reprieve.heads.certificates import Conditions
 from reprieve.settings import AUTO, NumDraftTokens
 from reprieve.tasks import Task, TaskProblem
 
 
-@dataclass(frozen=True)
-class EngineFacts:
-    """Kind, version and device of the engine that decodes.
+@dataclass(frozen=True, kw_only=True)
+class EngineFacts(EngineIdentity):
+    """An engine, its pair, and the device that it runs on, if known."""
 
-    Args:
-        engine: local or vllm; openai for a server that does not say what it is.
-        engine_version, runner: a server's release and model runner; None where there is none, or it is not known.
-        engine_arguments: further flags that the server was started with.
-        device: device that it runs on, if known.
-    """
-
-    identity: PairIdentity
-    dtype: str
+    pair: PairIdentity
     device: str
-    engine: str = "local"
-    engine_version: str | None = None
-    runner: str | None = None
-    engine_arguments: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,32 +77,18 @@ class Engine(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class RunConfig:
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(RunSettings, EngineIdentity):
     """Everything that decides what a run measures; kept in its folder and compared when it is resumed."""
 
     command: str
     target: str
     draft: str | None
-    drafter: str
-    dtype: str
     device: str
     weights: str
-    task: str
-    split: str
-    limit: int
-    seed: int
-    sampling: dict[str, Any]
     num_draft_tokens: list[NumDraftTokens]
     arms: list[str]
     heads: dict[str, str] = field(default_factory=dict)  # fingerprints, by name
-    offset: int = 0
-    num_trials: int = 1
-    prompt: dict[str, Any] = field(default_factory=dict)  # how problems are put to the model
-    engine: str = "local"
-    engine_version: str | None = None
-    runner: str | None = None
-    engine_arguments: str = ""
 
     @classmethod
     def of(cls, engine: Engine, arms: Sequence[Arm], settings: RunSettings, *, command: str = "") -> RunConfig:
@@ -127,36 +101,32 @@ class RunConfig:
             if reason := engine.refusal(arm, settings.drafter):
                 raise SpecError(f"arm {arm.label} cannot be measured here: {reason}")
         engine.expect(arms, settings.drafter)
-        facts = dict(vars(engine.facts))
-        pair = facts.pop("identity")
+        facts, pair = engine.facts, engine.facts.pair
         return cls(
             command=command,
             target=pair.target,
             draft=pair.draft,
+            device=facts.device,
             weights=f"{pair.target_weights}+{pair.draft_weights}",
             num_draft_tokens=list(dict.fromkeys(arm.num_draft_tokens for arm in arms if arm.rule is not None)),
             arms=[arm.label for arm in arms],
             heads=_fingerprints(engine, arms, settings.drafter),
-            **facts,
-            **asdict(settings),
+            **facts.engine_identity,
+            **vars(settings),
         )
 
     def conditions(self, engine: Engine, arm: Arm) -> Conditions:
         """Return the conditions under which a certificate of this arm is valid."""
         drafter = arm.drafter or self.drafter
         return Conditions(
-            pair=engine.facts.identity,
+            pair=engine.facts.pair,
             task=self.task,
+            prompt=self.prompt,
             sampling=self.sampling,
             num_draft_tokens=engine.draft_tokens(arm, self.drafter),
             drafter=drafter,
             drafter_weights="+".join(engine.fingerprints(drafter).values()) or None,
-            dtype=self.dtype,
-            engine=self.engine,
-            engine_version=self.engine_version,
-            runner=self.runner,
-            engine_arguments=self.engine_arguments,
-            **self.prompt,
+            **self.engine_identity,
         )
 
 

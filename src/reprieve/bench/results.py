@@ -179,7 +179,7 @@ def _sequence_bound(arm: Arm, num_drafted: float, config: RunConfig) -> float | 
     The bound assumes that drafted tokens are sampled from the distribution that the rule compares, so it is None for
     greedy decoding, greedy drafts and drafters other than a draft model.
     """
-    temperatures = [config.sampling["temperature"], config.sampling.get("draft_temperature")]
+    temperatures = [config.sampling.temperature, config.sampling.draft_temperature]
     sampled = 0 not in temperatures and (arm.drafter or config.drafter) == "draft"
     return arm.rule.sequence_bound(num_drafted) if arm.rule is not None and sampled else None
 

@@ -235,7 +235,7 @@ def watch(
     if engine.num_parallel > 1:  # answers come faster than checks: skip none
         settings = {"max_waiting": len(problems), "num_parallel": engine.num_parallel, **settings}
     monitor = QualityMonitor(check, **settings)
-    params = SamplingParams(max_new_tokens=task.max_new_tokens, stop=tuple(task.stop), **config.sampling)
+    params = SamplingParams(max_new_tokens=task.max_new_tokens, stop=tuple(task.stop), **vars(config.sampling))
     errors = []
     try:
         for record in answered(relaxed, range(len(problems))):

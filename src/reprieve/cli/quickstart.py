@@ -272,7 +272,7 @@ class Quickstart(Command):
             facts = engine.facts
             server = " ".join(filter(None, (facts.engine_version, facts.runner)))
             where = facts.device if self.answering.local else f"{facts.engine} {server}"
-            pair = f"{facts.identity.target} and {facts.identity.draft}, {facts.dtype} on {where}"
+            pair = f"{facts.pair.target} and {facts.pair.draft}, {facts.dtype} on {where}"
             screen.say(f"pair: {pair}; prompts: {describe_format(prompt.format)}")
             trial = try_answers(engine, task, self.task_spec, self._num_draft_tokens, seed=self.seed)
         del engine

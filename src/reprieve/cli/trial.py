@@ -67,7 +67,7 @@ def try_answers(
     from reprieve.bench.arms import LOSSLESS, make_arm
     from reprieve.bench.engine import Job, RunConfig
 
-    arm = make_arm(LOSSLESS, num_draft_tokens, target=engine.facts.identity.target)
+    arm = make_arm(LOSSLESS, num_draft_tokens, target=engine.facts.pair.target)
     config = RunConfig.of(engine, [arm], RunSettings(task=task_spec, split="train", limit=_NUM_TRIED, seed=seed))
     problems = task.problems("train", _NUM_TRIED)
     jobs = [Job(arm.label, number, 0) for number in range(len(problems))]

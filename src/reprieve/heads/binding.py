@@ -6,7 +6,8 @@ import hashlib
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from reprieve.errors import PairError
 
@@ -43,6 +44,28 @@ class PairIdentity:
                 f"{other.target!r} and draft {other.draft!r}: different {', '.join(different)} "
                 f"({', '.join(f'{getattr(self, part)} and {getattr(other, part)}' for part in different)})"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineIdentity:
+    """What generates the answers, and in which precision.
+
+    Args:
+        engine: local, batched or vllm; openai for a server that does not say what it is.
+        engine_version, runner: a server's release and model runner; None where there is none, or it is not known.
+        engine_arguments: further flags that the server was started with.
+    """
+
+    dtype: str
+    engine: str = "local"
+    engine_version: str | None = None
+    runner: str | None = None
+    engine_arguments: str = ""
+
+    @property
+    def engine_identity(self) -> dict[str, Any]:
+        """These fields alone, by name."""
+        return {item.name: getattr(self, item.name) for item in fields(EngineIdentity)}
 
 
 def warn_of_transfer(what: str, made_for: str, used_on: str) -> None:

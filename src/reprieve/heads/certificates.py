@@ -16,40 +16,27 @@ from typing import Any
 
 from reprieve.errors import PairError, ReprieveError, SpecError
 from reprieve.files import read_json, record_from
-from reprieve.heads.binding import PairIdentity
+from reprieve.heads.binding import EngineIdentity, PairIdentity
 from reprieve.heads.files import CERTIFICATES, signature
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.learned import HeadRule
-from reprieve.settings import NumDraftTokens, PromptSettings, describe_format
+from reprieve.settings import NumDraftTokens, PromptSettings, SamplingSettings, describe_format
 
-SCHEMA = 1
+SCHEMA = 2
 _KIND = "reprieve certificate"
 
 
-@dataclass(frozen=True)
-class Conditions:
-    """Conditions of a measurement. Sampling has temperature, top_p, top_k and draft_temperature."""
+@dataclass(frozen=True, kw_only=True)
+class Conditions(EngineIdentity):
+    """Conditions of a measurement."""
 
     pair: PairIdentity
     task: str
-    sampling: Mapping[str, Any]
+    prompt: PromptSettings = field(default_factory=PromptSettings)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
     num_draft_tokens: NumDraftTokens  # K, or `auto` and the fingerprint of the head that decides
     drafter: str
-    dtype: str
-    chat_template: bool = False
-    system_prompt: str | None = None
-    thinking: str | None = None
-    max_new_tokens: int | None = None  # None for the task's
-    engine: str = "local"
-    engine_version: str | None = None
-    runner: str | None = None  # vLLM's model runner
-    engine_arguments: str = ""  # additional flags of the server
     drafter_weights: str | None = None  # fingerprint of a drafter's own weights; None for the pair's draft
-
-    @property
-    def format(self) -> dict[str, Any]:
-        """Prompt format."""
-        return PromptSettings(self.chat_template, self.system_prompt, self.thinking).format
 
     def differences(self, other: Conditions) -> list[str]:
         """Return the differences from `other`, one short text each; compares weights by fingerprint, tasks by name."""
@@ -64,11 +51,11 @@ class Conditions:
         return {
             **{part: getattr(self.pair, part) for part in ("target_weights", "draft_weights", "tokenizer")},
             "task": self.task.partition(":")[0],
-            **{name: getattr(self, name) for name in ("num_draft_tokens", "drafter", "drafter_weights", "dtype")},
-            "max_new_tokens": self.max_new_tokens or "the task's",
-            **{name: getattr(self, name) for name in ("engine", "engine_version", "runner", "engine_arguments")},
-            "prompt format:": describe_format(self.format),
-            **self.sampling,
+            **{name: getattr(self, name) for name in ("num_draft_tokens", "drafter", "drafter_weights")},
+            **self.engine_identity,
+            "max_new_tokens": self.prompt.max_new_tokens or "the task's",
+            "prompt format:": describe_format(self.prompt.format),
+            **vars(self.sampling),
         }
 
 
@@ -147,10 +134,10 @@ class Certificate:
             SpecError: another prompt format.
         """
         self.conditions.pair.require_matches(here.pair, f"the certificate {where}", reads_draft=True)
-        if self.conditions.format != here.format:
+        if self.conditions.prompt.format != here.prompt.format:
             raise SpecError(
-                f"the certificate {where} was made with {describe_format(self.conditions.format)}, here it is "
-                f"{describe_format(here.format)}: its promise does not cover these prompts"
+                f"the certificate {where} was made with {describe_format(self.conditions.prompt.format)}, here it is "
+                f"{describe_format(here.prompt.format)}: its promise does not cover these prompts"
             )
         if differing := self.conditions.differences(here):
             warnings.warn(

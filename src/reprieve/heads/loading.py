@@ -148,17 +148,17 @@ def _warn_of_drafter(name: str, head: Artefact, drafter: str) -> None:
 
 def _warn_of_conditions(name: str, head: Artefact, here: Conditions) -> None:
     """Warn if a head was made with prompts of another format, or its constants with other sampling settings."""
-    if head.prompt is not None and dict(head.prompt) != here.format:
+    if head.prompt is not None and dict(head.prompt) != here.prompt.format:
         warnings.warn(
             f"head {name!r} was made with {describe_format(head.prompt)} and is used with "
-            f"{describe_format(here.format)}; measure accuracy in this format before use",
+            f"{describe_format(here.prompt.format)}; measure accuracy in this format before use",
             stacklevel=3,
         )
     measured = getattr(head, "settings", {}).get("sampling") or {}
     other = [
-        f"{key} {here.sampling[key]} (measured at {measured[key]})"
+        f"{key} {getattr(here.sampling, key)} (measured at {measured[key]})"
         for key in sorted(measured)
-        if here.sampling.get(key, measured[key]) != measured[key]
+        if getattr(here.sampling, key, measured[key]) != measured[key]
     ]
     if other:
         warnings.warn(f"{name!r} is used with {', '.join(other)}: calibrate with these settings", stacklevel=3)
