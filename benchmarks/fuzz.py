@@ -39,11 +39,11 @@ from reprieve.heads.certificates import Certificate
 from reprieve.heads.files import find_head
 from reprieve.mining.store import LabelStore
 from reprieve.playground.bodies import ChatBody, CompletionBody, read_body
+from reprieve.policies.menu import Menu
+from reprieve.policies.policy import Policy
 from reprieve.rules import RULES, parse_rule
 from reprieve.tasks.graders import GRADERS
 from reprieve.tasks.programs import BREAK, code_blocks, program_of
-from reprieve.vllm_plugin.menu import Menu
-from reprieve.vllm_plugin.policy import Policy
 
 SIGNS = st.sampled_from([*":=,;|()\"'+@ \t\n\\{}[]", "all", "any", "inf", "nan", "-1", "0", "0.5", "1e400", "9" * 5000])
 WORDS = st.sampled_from(

@@ -40,7 +40,7 @@ def _behind_the_plugin():
     import torch
     from vllm.v1.sample import rejection_sampler as module
 
-    from reprieve.vllm_plugin.menu import Menu
+    from reprieve.policies.menu import Menu
     from reprieve.vllm_plugin.rounds import RoundRequest, WorkerRules
     from reprieve.vllm_plugin.v1 import sampler
     from reprieve.vllm_plugin.v1.runner import Hooks

@@ -20,9 +20,9 @@ from reprieve.cli.main import COMMANDS, command_of
 from reprieve.drafters import DRAFTERS
 from reprieve.errors import SpecError
 from reprieve.heads.certificates import Certificate
+from reprieve.policies.menu import Menu
 from reprieve.rules import parse_rule
 from reprieve.tasks import load_task
-from reprieve.vllm_plugin.menu import Menu
 from reprieve.vllm_plugin.probing import PARTS, WRAPPED
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -105,10 +105,10 @@ def resolve(line):
 def without_files(monkeypatch):
     """Replace heads and certificates that the docs name: rules get no head, and a bundled certificate stands in."""
     certificate = Certificate.load(CERTIFICATE)
-    for module in ("bench.arms", "certify.procedure", "vllm_plugin.policy"):
+    for module in ("bench.arms", "certify.procedure", "policies.policy"):
         monkeypatch.setattr(f"reprieve.{module}.attach_heads", lambda rule, target=None: rule)
     monkeypatch.setattr("reprieve.bench.arms.fitting_length", lambda k, rule: k)
-    monkeypatch.setattr("reprieve.vllm_plugin.policy._certificates", lambda *given: [certificate] if given[1] else [])
+    monkeypatch.setattr("reprieve.policies.policy._certificates", lambda *given: [certificate] if given[1] else [])
     monkeypatch.setattr(Certificate, "load", lambda path: certificate)
 
 

@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "reprieve"
 FLOORS = (
     "errors", "display", "specs", "needs", "transfers", "types", "files", "stats",
     "bundles", "settings",
-    "rules", "heads", "models", "drafters", "engine", "tasks",
+    "rules", "heads", "policies", "models", "drafters", "engine", "tasks",
     "bench", "backends", "mining", "training", "certify", "vllm_plugin", "playground", "cli",
 )  # fmt: skip
 
@@ -49,6 +49,12 @@ def test_imports_follow_the_order_of_packages():
             if parts[0] != "reprieve" or len(parts) == 1:
                 continue
             assert FLOORS.index(parts[1]) <= FLOORS.index(floor), f"{path.relative_to(ROOT)} imports {module}"
+
+
+def test_nothing_imports_the_plugin():
+    for path in sorted(SOURCE.rglob("*.py")):
+        if "vllm_plugin" not in path.parts:
+            assert not any(module.startswith("reprieve.vllm_plugin") for module in imports_of(path)), path
 
 
 def test_rules_import_errors_and_types_only():

@@ -9,9 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import torch
 
 from reprieve.heads.certificates import portable_spec
+from reprieve.policies.menu import Menu
+from reprieve.policies.policy import STRICT, RequestError
 from reprieve.settings import SamplingParams
-from reprieve.vllm_plugin.menu import Menu
-from reprieve.vllm_plugin.policy import STRICT, RequestError
 from tests.kit.pairs import ARITHMETIC
 
 

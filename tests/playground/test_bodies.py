@@ -9,7 +9,7 @@ from reprieve.playground import limits
 from reprieve.playground.bodies import ChatBody, CompletionBody, read_body
 from reprieve.playground.limits import BodyLimit
 from reprieve.playground.prompts import Prompts
-from reprieve.vllm_plugin.policy import RequestError
+from reprieve.policies.policy import RequestError
 from tests.kit.chats import byte_tokenizer
 
 LARGE = 100_000

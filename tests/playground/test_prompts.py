@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from reprieve.errors import SpecError
 from reprieve.playground.prompts import Prompts
 from reprieve.playground.settings import PlaygroundSettings
-from reprieve.vllm_plugin.policy import RequestError
+from reprieve.policies.policy import RequestError
 from tests.kit.chats import save_chat_pair
 
 

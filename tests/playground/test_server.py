@@ -22,8 +22,8 @@ import uvicorn
 from reprieve.engine import SamplingParams
 from reprieve.playground.launch import make_app
 from reprieve.playground.settings import PlaygroundSettings
+from reprieve.policies.policy import Policy
 from reprieve.tasks import load_task
-from reprieve.vllm_plugin.policy import Policy
 
 JUDGE = "judge:path=reprieve/arithmetic-judge,threshold=0.04"
 K = 8

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 import reprieve
+from reprieve.policies.menu import Menu
 from reprieve.vllm_plugin.configuration import TESTED
-from reprieve.vllm_plugin.menu import Menu
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))

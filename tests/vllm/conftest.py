@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from vllm import LLM
 
+from reprieve.policies.menu import Menu
 from reprieve.vllm_plugin import startup
-from reprieve.vllm_plugin.menu import Menu
 from tests.kit.pairs import ARITHMETIC
 from tests.vllm import tested
 

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 from vllm.v1.sample import rejection_sampler as module
 
 from reprieve.engine import SamplingParams
-from reprieve.vllm_plugin.menu import Menu
+from reprieve.policies.menu import Menu
 from reprieve.vllm_plugin.rounds import WorkerRules
 from reprieve.vllm_plugin.v1 import sampler
 from reprieve.vllm_plugin.v1.runner import Hooks

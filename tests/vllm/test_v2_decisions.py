@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from reprieve.engine import SamplingParams
-from reprieve.vllm_plugin.menu import Menu
+from reprieve.policies.menu import Menu
 from reprieve.vllm_plugin.rounds import WorkerRules
 from tests.kit.pairs import ARITHMETIC
 from tests.vllm import cpu_kernels

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from reprieve.policies.menu import Menu
 from reprieve.rules.margin import margin_risk
-from reprieve.vllm_plugin.menu import Menu
 from reprieve.vllm_plugin.rounds import WorkerRules
 from tests.vllm import cpu_kernels
 from tests.vllm.runner import V2

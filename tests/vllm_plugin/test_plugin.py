@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from reprieve.errors import PairError, ReprieveError, SpecError
+from reprieve.policies.menu import Menu
+from reprieve.policies.policy import STRICT, Policy
 from reprieve.rules import RiskBudget, accepts, parse_rule
 from reprieve.rules.batch import Batch, Row, decide
 from reprieve.types import Context
@@ -22,8 +24,6 @@ from reprieve.vllm_plugin.configuration import (
     source_of,
     version_warning,
 )
-from reprieve.vllm_plugin.menu import Menu
-from reprieve.vllm_plugin.policy import STRICT, Policy
 from reprieve.vllm_plugin.rounds import RoundRequest, WorkerRules
 
 V = 12

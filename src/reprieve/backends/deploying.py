@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from reprieve.backends.running import SWITCH, THRESHOLD, Running, facts_of, model_of, require_handed_out
+from reprieve.backends.running import Running, facts_of, model_of, require_handed_out
 from reprieve.backends.settings import OpenAISettings, VllmSettings
 from reprieve.backends.vllm import Deployment, start_vllm
 from reprieve.drafters import DRAFTERS
@@ -18,6 +18,7 @@ from reprieve.heads.certificates import portable_spec
 from reprieve.heads.files import find_head
 from reprieve.models.identity import model_folder
 from reprieve.needs import Need
+from reprieve.policies.fields import SWITCH, THRESHOLD
 from reprieve.rules import LosslessRule, Rule, parse_rule
 from reprieve.settings import PairSettings
 

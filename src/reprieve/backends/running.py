@@ -1,4 +1,4 @@
-"""Running servers: their URLs, the facts that they report, and the request fields that select a rule on them."""
+"""Running servers: their URLs and the facts that they report."""
 
 from __future__ import annotations
 
@@ -15,11 +15,6 @@ from reprieve.heads.folds import FoldedHead
 from reprieve.needs import Need
 from reprieve.rules import Rule
 
-THRESHOLD, SWITCH, LEVEL = "reprieve_threshold", "reprieve_rule", "reprieve_leniency"
-REQUIRE = "reprieve_require"  # selects nothing: the request is refused if it would get a weaker guarantee
-PREFIX = "reprieve_"
-CHOICES = (THRESHOLD, SWITCH, LEVEL)
-FIELDS = (*CHOICES, REQUIRE)
 INFO = "vllm:reprieve_info"  # a metric of the plugin; its labels describe the server
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _SECONDS = 10.0

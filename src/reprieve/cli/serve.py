@@ -35,7 +35,7 @@ class Serve(Command):
     def run(self) -> int:
         for module in ("uvicorn", "fastapi", "prometheus_client"):
             import_extra(module, "serve")
-        from reprieve.vllm_plugin.policy import Policy
+        from reprieve.policies.policy import Policy
 
         usual = ("margin:delta=1",) if self.pair.bundle is None else self.pair.bundle.menu
         policies = [Policy.load(source, target=self.pair.target) for source in self.rule or usual]

@@ -27,10 +27,10 @@ from reprieve.playground.prompts import Prompts
 from reprieve.playground.protocol import Replies, error_body
 from reprieve.playground.settings import PlaygroundSettings
 from reprieve.playground.worker import Finished, Piece, QueuedRequest, QueueFullError, StoppedError, Worker
+from reprieve.policies.menu import Menu
+from reprieve.policies.policy import RequestError
 from reprieve.settings import NumDraftTokens, wrapped_seed
 from reprieve.types import Generation
-from reprieve.vllm_plugin.menu import Menu
-from reprieve.vllm_plugin.policy import RequestError
 
 
 class TimedOut(ReprieveError):

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from reprieve.backends.running import FIELDS
 from reprieve.files import parse_json
+from reprieve.policies.fields import FIELDS
+from reprieve.policies.policy import RequestError
 from reprieve.settings import MAX_STOP_LENGTH, SamplingParams
-from reprieve.vllm_plugin.policy import RequestError
 
 Whole = Annotated[int, Field(strict=True)]  # true is no number
 _MOST_ITEMS = 100_000  # of a prompt's token ids, and of the parts of all messages

@@ -22,10 +22,10 @@ from reprieve.playground.metrics import Metrics
 from reprieve.playground.prompts import Prompts
 from reprieve.playground.settings import PlaygroundSettings
 from reprieve.playground.worker import Finished, QueuedRequest, Worker
+from reprieve.policies.menu import Menu
+from reprieve.policies.policy import STRICT, Policy
 from reprieve.settings import AUTO, NumDraftTokens
 from reprieve.tasks import TaskProblem, load_task
-from reprieve.vllm_plugin.menu import Menu
-from reprieve.vllm_plugin.policy import STRICT, Policy
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -10,9 +10,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from reprieve.engine.text import REPLACEMENT
 from reprieve.errors import SpecError
+from reprieve.policies.policy import RequestError
 from reprieve.settings import PromptSettings
 from reprieve.tasks.prompting import PromptFormat
-from reprieve.vllm_plugin.policy import RequestError
 
 
 class Prompts:

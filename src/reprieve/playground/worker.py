@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.errors import ReprieveError
+from reprieve.policies.menu import Choice
 from reprieve.types import Generation, Token
-from reprieve.vllm_plugin.menu import Choice
 
 logger = logging.getLogger("reprieve.server")
 

@@ -14,9 +14,9 @@ from reprieve.backends.running import require_handed_out
 from reprieve.errors import PairError, ReprieveError, SpecError, require_choice
 from reprieve.heads.binding import tokenizer_fingerprint
 from reprieve.needs import Need
+from reprieve.policies.menu import STRICT_ONLY, Menu
+from reprieve.policies.policy import STRICT_STRUCTURED
 from reprieve.rules import Rule
-from reprieve.vllm_plugin.menu import STRICT_ONLY, Menu
-from reprieve.vllm_plugin.policy import STRICT_STRUCTURED
 
 KEY = "reprieve"  # of vLLM's additional configuration
 VARIABLE = "REPRIEVE_VLLM"

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from reprieve.errors import ReprieveError
 from reprieve.needs import Need
+from reprieve.policies.menu import STRUCTURED_OUTPUTS, Choice, Menu
+from reprieve.policies.policy import STRICT
 from reprieve.rules import RiskBudget, Rule
 from reprieve.rules.batch import Batch, Decisions, Row, decide
 from reprieve.transfers import spread, to_device
-from reprieve.vllm_plugin.menu import STRUCTURED_OUTPUTS, Choice, Menu
-from reprieve.vllm_plugin.policy import STRICT
 
 logger = logging.getLogger("vllm.reprieve")
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reprieve.backends.running import SWITCH
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.needs import Need
+from reprieve.policies.fields import SWITCH
+from reprieve.policies.menu import Menu
+from reprieve.policies.policy import Policy
 from reprieve.rules import parse_rule
-from reprieve.vllm_plugin.menu import Menu
-from reprieve.vllm_plugin.policy import Policy
 from reprieve.vllm_plugin.rounds import WorkerRules
 
 OWN, DRAFTED = 1, 2  # the target's token, and the drafter's

@@ -12,13 +12,13 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from reprieve.backends.running import LEVEL, PREFIX
 from reprieve.errors import ReprieveError
 from reprieve.heads.certificates import portable_spec
-from reprieve.vllm_plugin import configuration, numbers, probing, require_healthy
+from reprieve.policies.fields import LEVEL, PREFIX
+from reprieve.policies.menu import Menu
+from reprieve.policies.policy import Policy, RequestError
+from reprieve.vllm_plugin import configuration, metrics, probing, require_healthy
 from reprieve.vllm_plugin.configuration import runner_of
-from reprieve.vllm_plugin.menu import Menu
-from reprieve.vllm_plugin.policy import Policy, RequestError
 from reprieve.vllm_plugin.rounds import WorkerRules, request_settings
 from reprieve.vllm_plugin.selftest import require_last_states, require_works
 
@@ -107,7 +107,7 @@ def _prepare(vllm_config: Any) -> None:
     _have_responses_say_it(vllm_config)
     rules = {name: portable_spec(policy.rule) for name, policy in menu.policies.items()}
     labels = {name: str(value) for name, value in _conditions(vllm_config).items()}
-    numbers.extend({**labels, "rules": json.dumps(rules)})
+    metrics.extend({**labels, "rules": json.dumps(rules)})
     _refuse_stray_fields()
 
 
@@ -176,7 +176,7 @@ def _install_in_workers(engine: Any, vllm_config: Any) -> None:
         return
     # The scheduler is created later; the front end may have launched this process before it changed the setting.
     _have_responses_say_it(vllm_config)
-    numbers.extend()
+    metrics.extend()
     try:
         statuses = engine.collective_rpc("reprieve_install")
     except ReprieveError:

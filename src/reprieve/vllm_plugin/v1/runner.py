@@ -15,7 +15,7 @@ from reprieve.needs import Need
 from reprieve.rules.batch import Batch
 from reprieve.transfers import spread, to_device
 from reprieve.types import Context, gather_token
-from reprieve.vllm_plugin import numbers
+from reprieve.vllm_plugin import metrics
 from reprieve.vllm_plugin.rounds import RoundRequest, WorkerRules, request_settings
 from reprieve.vllm_plugin.selftest import ASKED, DRAFTED, certain_logits
 from reprieve.vllm_plugin.v1.sampler import ROUND, V1Round, patch_sampler
@@ -40,7 +40,7 @@ class Hooks:
         def sample(grammar_output: Any) -> Any:
             with self._round():
                 output = sample_tokens(grammar_output)
-            numbers.attach(getattr(output, "_model_runner_output", output), self.rules)
+            metrics.attach(getattr(output, "_model_runner_output", output), self.rules)
             return output
 
         def propose_drafts(*args: Any, **kwargs: Any) -> Any:

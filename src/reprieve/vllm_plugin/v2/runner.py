@@ -18,7 +18,7 @@ from torch import Tensor
 
 from reprieve.errors import ReprieveError
 from reprieve.needs import Need
-from reprieve.vllm_plugin import numbers
+from reprieve.vllm_plugin import metrics
 from reprieve.vllm_plugin.rounds import WorkerRules
 from reprieve.vllm_plugin.selftest import ASKED, DRAFTED, OWN, certain_logits
 from reprieve.vllm_plugin.v2.processor import Chunk, RuleProcessor
@@ -65,7 +65,7 @@ class Hooks:
                 output = sample_tokens(*args, **kwargs)
             finally:
                 self._end()
-            _when_ready(output, lambda made: numbers.attach(made, self.rules))
+            _when_ready(output, lambda made: metrics.attach(made, self.rules))
             return output
 
         @functools.wraps(finish)

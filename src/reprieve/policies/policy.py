@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from reprieve.backends.running import CHOICES, FIELDS, LEVEL, PREFIX, SWITCH, THRESHOLD
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.files import read_json
 from reprieve.heads.certificates import Certificate, portable_spec, read_certificates
 from reprieve.heads.loading import attach_heads, head_folders
+from reprieve.policies.fields import CHOICES, FIELDS, LEVEL, PREFIX, SWITCH, THRESHOLD
 from reprieve.rules import LosslessRule, Rule, parse_rule
 
 LEVELS = ("strict", "certified", "fast")

@@ -7,9 +7,9 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
+from reprieve.policies.menu import Menu
 from reprieve.rules import parse_rule
-from reprieve.vllm_plugin import numbers, startup
-from reprieve.vllm_plugin.menu import Menu
+from reprieve.vllm_plugin import metrics, startup
 from reprieve.vllm_plugin.rounds import WorkerRules, request_settings
 
 
@@ -40,16 +40,16 @@ def records():
         def update_from_output(self, scheduler_output, model_runner_output):
             return {0: SimpleNamespace(scheduler_stats=SimpleNamespace(spec_decoding_stats=self.stats))}
 
-    numbers._add_field(Stats, "list", list)
-    numbers._add_field(Metrics, "dict", dict)
-    numbers._summarise(Metrics)
-    numbers._fill(Scheduler)
+    metrics._add_field(Stats, "list", list)
+    metrics._add_field(Metrics, "dict", dict)
+    metrics._summarise(Metrics)
+    metrics._fill(Scheduler)
     return Stats, Metrics, Scheduler
 
 
 def output_of(rules):
     output = SimpleNamespace()
-    numbers.attach(output, rules)
+    metrics.attach(output, rules)
     return output
 
 
@@ -84,7 +84,7 @@ def test_a_lenient_response_reports_rule_threshold_rescued_tokens_and_certificat
 
 def test_a_response_that_no_rule_touched_reports_lossless():
     _, Metrics, _ = records()
-    assert Metrics(4).to_dict() == {"num_draft_tokens": 0, **numbers.LOSSLESS}
+    assert Metrics(4).to_dict() == {"num_draft_tokens": 0, **metrics.LOSSLESS}
 
 
 def test_a_lenient_request_is_marked_before_its_counts_arrive():

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from reprieve.errors import ReprieveError, SpecError
+from reprieve.policies.menu import Menu, stops
+from reprieve.policies.policy import Policy, RequestError
 from reprieve.rules import RULES, parse_rule
-from reprieve.vllm_plugin.menu import Menu, stops
-from reprieve.vllm_plugin.policy import Policy, RequestError
 from tests.kit.pairs import ARITHMETIC
 from tests.kit.tiny import random_head
 

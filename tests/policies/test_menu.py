@@ -3,11 +3,11 @@
 import pytest
 
 from reprieve.errors import SpecError
+from reprieve.policies.menu import STRUCTURED_OUTPUTS, Menu
+from reprieve.policies.policy import RequestError
 from reprieve.rules import LosslessRule
 from reprieve.vllm_plugin import configuration
 from reprieve.vllm_plugin.configuration import load_menu, require_markers, source_of
-from reprieve.vllm_plugin.menu import STRUCTURED_OUTPUTS, Menu
-from reprieve.vllm_plugin.policy import RequestError
 from tests.kit.chats import byte_tokenizer
 from tests.rules.test_spans import Vocabulary
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from reprieve.backends.running import CHOICES, REQUIRE, SWITCH
 from reprieve.errors import SpecError
 from reprieve.needs import Need
+from reprieve.policies.fields import CHOICES, REQUIRE, SWITCH
+from reprieve.policies.policy import STRICT, Policy, RequestError, read_flag, read_settings
 from reprieve.rules import LosslessRule, Rule
-from reprieve.vllm_plugin.policy import STRICT, Policy, RequestError, read_flag, read_settings
 
 STRICT_ONLY = "strict_only"
 STRUCTURED_OUTPUTS = "structured_outputs"  # among a request's fields: it has a grammar or a schema

@@ -1,0 +1,1 @@
+"""Rules that a server offers, and each request's choice among them."""
