@@ -48,7 +48,7 @@ class PairIdentity:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineIdentity:
-    """What generates the answers, and in which precision.
+    """The engine that generates the answers, and its precision.
 
     Args:
         engine: local, batched or vllm; openai for a server that does not say what it is.

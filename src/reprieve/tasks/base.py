@@ -1,4 +1,4 @@
-"""Interface of tasks: problems, prompts and grading. Shared by labelling and evaluation."""
+"""Interface of tasks: problems, prompts and grading, for mining, training and evaluation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def problem_digest(question: str) -> str:
 
 
 class Task(Protocol):
-    """The interface of a task for evaluation and labelling."""
+    """The interface of a task: problems, prompts and grading."""
 
     name: str
     graded: bool  # whether answers can be compared; otherwise only a judge can compare responses
