@@ -16,7 +16,7 @@ OVERLAY := $(if $(RELEASE),$(CURDIR)/runs/vllm-$(RELEASE))
 EAGLE := speculators hs-connectors loguru
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 REAL := real-gsm8k-brief-vllm real-judge real-humaneval real-length real-styles real-styles-shared real-provable
-REAL_GPU := real-gsm8k-brief real-gsm8k-plain real-certify real-humaneval-gpu real-pad
+REAL_GPU := real-gsm8k-brief real-gsm8k-plain real-certify real-humaneval-gpu real-pad real-state-arbiter real-eagle-brief real-arc-trees real-batch-speed
 CODE := src tests benchmarks recipes examples
 
 .PHONY: demo real-pair gpu test test-slow test-all test-vllm check style types docs setup benchmark tables dist clean $(VLLM_RUNS)

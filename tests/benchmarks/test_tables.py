@@ -63,9 +63,11 @@ def test_the_real_pairs_heads_are_trained_before_they_are_used():
     (anywhere,), (on_gpus,) = (
         re.findall(rf"^{name} := (.*)$", makefile, re.MULTILINE) for name in ("REAL", "REAL_GPU")
     )
-    trained = set()
+    trained, made = set(), set()
     for name in [*on_gpus.split(), *anywhere.split()]:
+        made.add(name)
         for command in tables.tables()[name]["run"]:
+            assert set(re.findall(r"runs/tables/([\w-]+)", command)) <= made, name
             assert set(re.findall(r"judge:path=([\w/-]+)", command)) <= trained, name
             trained |= set(re.findall(r"^train judge .*--out (\S+)", command))
     assert len(trained) == 4
