@@ -43,6 +43,9 @@ _OWN = re.compile(r"@(?=K=|drafter=)")  # what follows a rule in an arm
 class Arm:
     """One way of decoding, heads included; plain data that can be sent to another process.
 
+    Its names, for `judge:path=heads/j,threshold=0.1@K=8`: `name` is `judge:path=heads/j,threshold=0.1`, `label` adds
+    `@K=8`, `short_label` is `judge:threshold=0.1@K=8`, and `rule_name` is `judge`.
+
     Args:
         name: the rule's specification, or a name of its own for arms such as target_only and lossless_rerun.
         rule: None for target_only, draft_only and direct.

@@ -6,8 +6,9 @@ import asyncio
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -121,12 +122,18 @@ class ServedTarget(Target):
         except RuntimeError:  # the loop is closed
             question.close()
             raise CancelledError from None
-        self._computing.release()
-        try:
+        with self._letting_others_compute():
             # A closing loop may never run its last callbacks.
             while not wait([asking], timeout=_POLL_S).done:
                 _require_wanted(dropped)
             return list(asking.result())
+
+    @contextmanager
+    def _letting_others_compute(self) -> Iterator[None]:
+        """Give up the lock that `apart` holds for this thread, and take it back at the end."""
+        self._computing.release()
+        try:
+            yield
         finally:
             self._computing.acquire()
 
