@@ -35,4 +35,5 @@ def mend_interpreter():
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
 
     rejection_sampler_utils.tldevice = types.SimpleNamespace(log1p=lambda value: tl.log(1.0 + value))
-    topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch
+    in_torch = topk_topp_sampler.apply_top_k_top_p_pytorch
+    topk_topp_sampler.apply_top_k_top_p_triton = lambda logits, k, p, **hints: in_torch(logits, k, p)  # hints from 0.33
