@@ -2,8 +2,8 @@
 
 For each number of rows, arms take turns: in each turn, every arm answers the same problems, as many at once as there
 are rows. A turn with one row has one problem, others have twice as many problems as rows. Arms with the same K and
-drafter share a decoder, and CUDA graphs are captured before anything is timed. Needs an idle machine. Writes
-batch_speed.json.
+drafter share a decoder. Before anything is timed, CUDA graphs are captured, and each arm answers the first turn's
+problems once. Needs an idle machine. Writes batch_speed.json.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ import torch
 
 import reprieve
 from arms import part, run, whole, write_parts
+from reprieve.backends.batched import BatchedEngine
+from reprieve.backends.settings import BatchedSettings
 from reprieve.bench.arms import Arm, make_arms
 from reprieve.drafters import DRAFTERS, EagleSettings
 from reprieve.engine import DRAFT_ONLY, Pair
 from reprieve.engine.batched import BatchedSpeculativeDecoder, Request
+from reprieve.errors import SpecError
+from reprieve.heads.loading import require_heads_fit
 from reprieve.rules import LosslessRule
 from reprieve.settings import PromptSettings, SamplingParams
 from reprieve.stats import bootstrap_interval
@@ -31,12 +35,12 @@ from reprieve.tasks import Task, load_task
 from reprieve.tasks.prompting import prompt_ids_of, with_prompts
 from reprieve.types import Generation
 
-_WARM_LENGTHS = (128, 256, 384, 512, 640, 768)  # columns of CUDA graphs; each is captured once
+_COLUMNS = 128  # CUDA graphs are captured for multiples of this many tokens
 
 
 @dataclass
 class Turn:
-    """What one arm did in one turn."""
+    """Result of one arm in one turn."""
 
     seconds: float
     num_tokens: int
@@ -65,13 +69,26 @@ def _wait(decoder: BatchedSpeculativeDecoder) -> None:
 
 
 def decoder_of(
-    pair: Pair, arms: Sequence[Arm], *, drafter: str, num_rows: int, max_new_tokens: int, stop: tuple[str, ...]
+    pair: Pair,
+    arms: Sequence[Arm],
+    *,
+    drafter: str,
+    num_rows: int,
+    max_new_tokens: int,
+    stop: tuple[str, ...],
+    longest: int,
 ) -> BatchedSpeculativeDecoder:
-    """Return a decoder for arms with one K and drafter; on a GPU, with its graphs captured."""
+    """Return a decoder for arms with one K and drafter; on a GPU, with its graphs captured.
+
+    Args:
+        longest: tokens of the longest text, its answer included.
+    """
     settings = DRAFTERS.make(arms[0].drafter or drafter)
     k = arms[0].num_draft_tokens if arms[0].rule else 0
-    assert isinstance(k, int), "batch_speed needs a number of draft tokens"
+    assert isinstance(k, int)
     eagle = settings if isinstance(settings, EagleSettings) and k else None
+    if eagle is not None:
+        k = min(k, eagle.depth, eagle.total_tokens)
     decoder = BatchedSpeculativeDecoder(
         pair,
         num_rows=num_rows,
@@ -80,14 +97,25 @@ def decoder_of(
         rules=[arm.rule for arm in arms if arm.rule],
         eagle=None if eagle is None else pair.eagle_head(eagle.source(pair.target_name)),
     )
-    lengths = sorted(_WARM_LENGTHS, reverse=True) if pair.device.type == "cuda" else _WARM_LENGTHS[:1]
-    for length in lengths:
-        decode(decoder, arms[0], [[100] * (length - 3 * (k + 1))], 2 * (k + 1))
+    if pair.device.type == "cuda":
+        for length in range(longest, 0, -_COLUMNS):  # the longest first: graphs are lost when the cache grows
+            decode(decoder, arms[0], [[100] * max(1, length - 3 * (k + 1))], k + 1)
     return decoder
 
 
-def _bound(arm: Arm, pair: Pair) -> Arm:
-    return arm if arm.rule is None else dataclasses.replace(arm, rule=arm.rule.bind(pair.tokenizer).to(pair.device))
+def checked(arm: Arm, pair: Pair, options: argparse.Namespace) -> Arm:
+    """Return an arm with its rule ready for the pair.
+
+    Raises:
+        SpecError: an arm that the batched engine cannot run.
+        PairError: a head of another pair.
+    """
+    if reason := BatchedEngine(pair, BatchedSettings()).refusal(arm, options.drafter):
+        raise SpecError(f"arm {arm.label} cannot be measured: {reason}")
+    if arm.rule is None:
+        return arm
+    require_heads_fit(arm.rule, pair.identity, options.task)
+    return dataclasses.replace(arm, rule=arm.rule.bind(pair.tokenizer).to(pair.device))
 
 
 def groups_of(arms: Sequence[Arm]) -> list[list[Arm]]:
@@ -101,9 +129,17 @@ def groups_of(arms: Sequence[Arm]) -> list[list[Arm]]:
 def measure(
     pair: Pair, arms: Sequence[Arm], task: Task, *, num_rows: int, options: argparse.Namespace
 ) -> dict[str, list[Turn]]:
-    """Return the turns of each arm."""
+    """Time the arms in turns and return each arm's turns.
+
+    Raises:
+        SpecError: fewer problems than the turns need.
+    """
     size, num_turns = (1, options.limit) if num_rows == 1 else (2 * num_rows, options.turns)
     prompts = [prompt_ids_of(problem, pair.tokenizer) for problem in task.problems("test", size * num_turns)]
+    if len(prompts) < size * num_turns:
+        raise SpecError(f"{num_rows} rows need {size * num_turns} problems, and the test split has {len(prompts)}")
+    longest = max(map(len, prompts))
+    max_new_tokens = min(task.max_new_tokens, (pair.num_positions or 1 << 30) - longest - 64)
     decoders = {}
     for group in groups_of(arms):
         decoder = decoder_of(
@@ -111,16 +147,19 @@ def measure(
             group,
             drafter=options.drafter,
             num_rows=num_rows,
-            max_new_tokens=options.max_new_tokens,
+            max_new_tokens=max_new_tokens,
             stop=tuple(task.stop),
+            longest=longest + max_new_tokens,
         )
         decoders.update({arm.label: decoder for arm in group})
     turns: dict[str, list[Turn]] = {arm.label: [] for arm in arms}
+    for arm in arms:
+        decode(decoders[arm.label], arm, prompts[:size], max_new_tokens)
     for turn in range(num_turns):
         chosen = prompts[turn * size : (turn + 1) * size]
         shift = turn % len(arms)
         for arm in [*arms[shift:], *arms[:shift]]:
-            turns[arm.label].append(decode(decoders[arm.label], arm, chosen, options.max_new_tokens))
+            turns[arm.label].append(decode(decoders[arm.label], arm, chosen, max_new_tokens))
         print(f"{num_rows} rows: turn {turn + 1}", flush=True)
     return turns
 
@@ -182,16 +221,16 @@ def main() -> None:
     parser.add_argument("--num-draft-tokens", type=whole(1), default=4)
     parser.add_argument("--rows", type=whole(1), nargs="+", default=[1, 32])
     parser.add_argument("--limit", type=whole(1), default=6, help="problems with one row, one a turn")
-    parser.add_argument("--turns", type=whole(1), default=3, help="turns with more rows")
-    parser.add_argument("--max-new-tokens", type=whole(1), default=512)
+    parser.add_argument("--turns", type=whole(1), default=5, help="turns with more rows")
+    parser.add_argument("--max-new-tokens", type=whole(1), default=None, help="default: the task's")
     parser.add_argument("--out", type=Path, default=Path("runs/batch-speed"))
     options = parser.parse_args()
     pair = reprieve.load_pair(options.target, options.draft, dtype=options.dtype)
-    prompt = PromptSettings(options.chat_template, options.system_prompt)
+    prompt = PromptSettings(options.chat_template, options.system_prompt, max_new_tokens=options.max_new_tokens)
     task = with_prompts(load_task(options.task), pair.tokenizer, prompt)
     arms = make_arms(options.arm, [options.num_draft_tokens], target=pair.target_name)
-    arms = [_bound(arm, pair) for arm in arms if arm.label != DRAFT_ONLY]
-    device = torch.cuda.get_device_name() if pair.device.type == "cuda" else "this machine's CPU"
+    arms = [checked(arm, pair, options) for arm in arms if arm.label != DRAFT_ONLY]
+    device = torch.cuda.get_device_name(pair.device) if pair.device.type == "cuda" else "this machine's CPU"
     parts = {}
     for rows in options.rows:
         turns = measure(pair, arms, task, num_rows=rows, options=options)

