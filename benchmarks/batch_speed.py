@@ -20,22 +20,20 @@ import torch
 
 import reprieve
 from arms import part, run, whole, write_parts
-from reprieve.backends.batched import BatchedEngine
+from reprieve.backends.batched import BatchedEngine, DecoderGroup, group_of
 from reprieve.backends.settings import BatchedSettings
 from reprieve.bench.arms import Arm, make_arms
-from reprieve.drafters import DRAFTERS, EagleSettings
 from reprieve.engine import DRAFT_ONLY, Pair
 from reprieve.engine.batched import BatchedSpeculativeDecoder, Request
 from reprieve.errors import SpecError
 from reprieve.heads.loading import require_heads_fit
+from reprieve.models.row_model import GRAPH_COLUMNS
 from reprieve.rules import LosslessRule
 from reprieve.settings import PromptSettings, SamplingParams
 from reprieve.stats import bootstrap_interval
-from reprieve.tasks import Task, load_task
-from reprieve.tasks.prompting import prompt_ids_of, with_prompts
+from reprieve.tasks import load_task
+from reprieve.tasks.prompting import PromptedTask, prompt_ids_of, with_prompts
 from reprieve.types import Generation
-
-_COLUMNS = 128  # CUDA graphs are captured for multiples of this many tokens
 
 
 @dataclass
@@ -69,48 +67,31 @@ def _wait(decoder: BatchedSpeculativeDecoder) -> None:
 
 
 def decoder_of(
-    pair: Pair,
-    arms: Sequence[Arm],
-    *,
-    drafter: str,
-    num_rows: int,
-    max_new_tokens: int,
-    stop: tuple[str, ...],
-    longest: int,
+    pair: Pair, group: DecoderGroup, arms: Sequence[Arm], *, num_rows: int, params: SamplingParams, longest: int
 ) -> BatchedSpeculativeDecoder:
-    """Return a decoder for arms with one K and drafter; on a GPU, with its graphs captured.
+    """Return a decoder for the arms of a group; on a GPU, with its graphs captured.
 
     Args:
         longest: tokens of the longest text, its answer included.
     """
-    settings = DRAFTERS.make(arms[0].drafter or drafter)
-    k = arms[0].num_draft_tokens if arms[0].rule else 0
-    assert isinstance(k, int)
-    eagle = settings if isinstance(settings, EagleSettings) and k else None
-    if eagle is not None:
-        k = min(k, eagle.depth, eagle.total_tokens)
-    decoder = BatchedSpeculativeDecoder(
-        pair,
-        num_rows=num_rows,
-        num_draft_tokens=k,
-        params=SamplingParams(max_new_tokens=max_new_tokens, stop=stop),
-        rules=[arm.rule for arm in arms if arm.rule],
-        eagle=None if eagle is None else pair.eagle_head(eagle.source(pair.target_name)),
-    )
+    rules = [arm.rule for arm in arms if arm.rule is not None]
+    decoder = group.decoder(pair, rules, num_rows=num_rows, params=params)
+    k = group.num_draft_tokens
     if pair.device.type == "cuda":
-        for length in range(longest, 0, -_COLUMNS):  # the longest first: graphs are lost when the cache grows
+        for length in range(longest, 0, -GRAPH_COLUMNS):  # the longest first: graphs are lost when the cache grows
             decode(decoder, arms[0], [[100] * max(1, length - 3 * (k + 1))], k + 1)
     return decoder
 
 
-def checked(arm: Arm, pair: Pair, options: argparse.Namespace) -> Arm:
+def checked(arm: Arm, engine: BatchedEngine, options: argparse.Namespace) -> Arm:
     """Return an arm with its rule ready for the pair.
 
     Raises:
         SpecError: an arm that the batched engine cannot run.
         PairError: a head of another pair.
     """
-    if reason := BatchedEngine(pair, BatchedSettings()).refusal(arm, options.drafter):
+    pair = engine.pair
+    if reason := engine.refusal(arm, options.drafter):
         raise SpecError(f"arm {arm.label} cannot be measured: {reason}")
     if arm.rule is None:
         return arm
@@ -118,16 +99,8 @@ def checked(arm: Arm, pair: Pair, options: argparse.Namespace) -> Arm:
     return dataclasses.replace(arm, rule=arm.rule.bind(pair.tokenizer).to(pair.device))
 
 
-def groups_of(arms: Sequence[Arm]) -> list[list[Arm]]:
-    """Return the arms that can share a decoder."""
-    groups: dict[Any, list[Arm]] = {}
-    for arm in arms:
-        groups.setdefault((arm.rule is None, arm.num_draft_tokens, arm.drafter), []).append(arm)
-    return list(groups.values())
-
-
 def measure(
-    pair: Pair, arms: Sequence[Arm], task: Task, *, num_rows: int, options: argparse.Namespace
+    pair: Pair, arms: Sequence[Arm], task: PromptedTask, *, num_rows: int, options: argparse.Namespace
 ) -> dict[str, list[Turn]]:
     """Time the arms in turns and return each arm's turns.
 
@@ -135,31 +108,29 @@ def measure(
         SpecError: fewer problems than the turns need.
     """
     size, num_turns = (1, options.limit) if num_rows == 1 else (2 * num_rows, options.turns)
-    prompts = [prompt_ids_of(problem, pair.tokenizer) for problem in task.problems("test", size * num_turns)]
-    if len(prompts) < size * num_turns:
-        raise SpecError(f"{num_rows} rows need {size * num_turns} problems, and the test split has {len(prompts)}")
-    longest = max(map(len, prompts))
-    max_new_tokens = min(task.max_new_tokens, (pair.num_positions or 1 << 30) - longest - 64)
+    problems = task.problems("test", size * num_turns)
+    if len(problems) < size * num_turns:
+        raise SpecError(f"{num_rows} rows need {size * num_turns} problems, and the test split has {len(problems)}")
+    if pair.num_positions is not None:
+        task.fit(problems, pair.num_positions)
+    prompts = [prompt_ids_of(problem, pair.tokenizer) for problem in problems]
+    params = SamplingParams(max_new_tokens=task.max_new_tokens, stop=tuple(task.stop))
+    longest = max(map(len, prompts)) + params.max_new_tokens
+    groups: dict[DecoderGroup, list[Arm]] = {}
+    for arm in arms:
+        groups.setdefault(group_of(arm, options.drafter), []).append(arm)
     decoders = {}
-    for group in groups_of(arms):
-        decoder = decoder_of(
-            pair,
-            group,
-            drafter=options.drafter,
-            num_rows=num_rows,
-            max_new_tokens=max_new_tokens,
-            stop=tuple(task.stop),
-            longest=longest + max_new_tokens,
-        )
-        decoders.update({arm.label: decoder for arm in group})
+    for group, members in groups.items():
+        decoder = decoder_of(pair, group, members, num_rows=num_rows, params=params, longest=longest)
+        decoders.update({arm.label: decoder for arm in members})
     turns: dict[str, list[Turn]] = {arm.label: [] for arm in arms}
     for arm in arms:
-        decode(decoders[arm.label], arm, prompts[:size], max_new_tokens)
+        decode(decoders[arm.label], arm, prompts[:size], params.max_new_tokens)
     for turn in range(num_turns):
         chosen = prompts[turn * size : (turn + 1) * size]
         shift = turn % len(arms)
         for arm in [*arms[shift:], *arms[:shift]]:
-            turns[arm.label].append(decode(decoders[arm.label], arm, chosen, max_new_tokens))
+            turns[arm.label].append(decode(decoders[arm.label], arm, chosen, params.max_new_tokens))
         print(f"{num_rows} rows: turn {turn + 1}", flush=True)
     return turns
 
@@ -229,7 +200,8 @@ def main() -> None:
     prompt = PromptSettings(options.chat_template, options.system_prompt, max_new_tokens=options.max_new_tokens)
     task = with_prompts(load_task(options.task), pair.tokenizer, prompt)
     arms = make_arms(options.arm, [options.num_draft_tokens], target=pair.target_name)
-    arms = [checked(arm, pair, options) for arm in arms if arm.label != DRAFT_ONLY]
+    engine = BatchedEngine(pair, BatchedSettings())
+    arms = [checked(arm, engine, options) for arm in arms if arm.label != DRAFT_ONLY]
     device = torch.cuda.get_device_name(pair.device) if pair.device.type == "cuda" else "this machine's CPU"
     parts = {}
     for rows in options.rows:

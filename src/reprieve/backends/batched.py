@@ -18,7 +18,7 @@ from reprieve.engine.batched import BatchedSpeculativeDecoder, Request, refusal
 from reprieve.engine.text import token_ids_of
 from reprieve.errors import SpecError
 from reprieve.models.batch_decoder import Stepper
-from reprieve.rules import LosslessRule
+from reprieve.rules import LosslessRule, Rule
 from reprieve.settings import NumDraftTokens
 from reprieve.tasks import Task, TaskProblem
 from reprieve.types import Generation
@@ -75,8 +75,8 @@ class BatchedEngine:
             if reason := self.refusal(arm, config.drafter):
                 raise SpecError(f"{arm.label}: {reason}")
             require_arm_fits(self, arm, config)
-        groups = {arm.label: _group(arm, config.drafter) for arm in arms}
-        batches: dict[_Group, _Batch] = {}
+        groups = {arm.label: group_of(arm, config.drafter) for arm in arms}
+        batches: dict[DecoderGroup, _Batch] = {}
 
         async def decode(arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:
             generation = await batches[groups[arm.label]].generate(arm, prompt, params)
@@ -99,41 +99,48 @@ class BatchedEngine:
         """See `Engine`; nothing was started."""
 
 
-class _Group(NamedTuple):
-    """Arms of one group share a batch."""
+class DecoderGroup(NamedTuple):
+    """What a batch's decoder depends on: arms of one group share it."""
 
     draft_alone: bool
     num_draft_tokens: int
     eagle: EagleSettings | None  # None drafts with the draft model
 
+    def decoder(
+        self, pair: Pair, rules: Sequence[Rule], *, num_rows: int, params: SamplingParams
+    ) -> BatchedSpeculativeDecoder:
+        """Return a decoder for arms with these rules, which are bound and on the pair's device."""
+        return BatchedSpeculativeDecoder(
+            pair,
+            num_rows=num_rows,
+            num_draft_tokens=self.num_draft_tokens,
+            params=params,
+            rules=rules,
+            eagle=None if self.eagle is None else pair.eagle_head(self.eagle.source(pair.target_name)),
+            draft_alone=self.draft_alone,
+        )
 
-def _group(arm: Arm, drafter: str) -> _Group:
+
+def group_of(arm: Arm, drafter: str) -> DecoderGroup:
     if arm.rule is None:
-        return _Group(arm.label == DRAFT_ONLY, 0, None)
+        return DecoderGroup(arm.label == DRAFT_ONLY, 0, None)
     assert isinstance(arm.num_draft_tokens, int)
     settings = DRAFTERS.make(arm.drafter or drafter)
     if not isinstance(settings, EagleSettings):
-        return _Group(False, arm.num_draft_tokens, None)
-    return _Group(False, min(arm.num_draft_tokens, settings.depth, settings.total_tokens), settings)
+        return DecoderGroup(False, arm.num_draft_tokens, None)
+    return DecoderGroup(False, min(arm.num_draft_tokens, settings.depth, settings.total_tokens), settings)
 
 
 class _Batch:
     """A decoder for several arms."""
 
-    def __init__(self, pair: Pair, arms: Sequence[Arm], num_rows: int, params: SamplingParams, group: _Group) -> None:
+    def __init__(
+        self, pair: Pair, arms: Sequence[Arm], num_rows: int, params: SamplingParams, group: DecoderGroup
+    ) -> None:
         self._tokenizer = pair.tokenizer
         self._num_ids = pair.num_token_ids
         self._rules = {arm.label: (arm.rule or LosslessRule()).bind(pair.tokenizer).to(pair.device) for arm in arms}
-        eagle = None if group.eagle is None else pair.eagle_head(group.eagle.source(pair.target_name))
-        decoder = BatchedSpeculativeDecoder(
-            pair,
-            num_rows=num_rows,
-            num_draft_tokens=group.num_draft_tokens,
-            params=params,
-            rules=list(self._rules.values()),
-            eagle=eagle,
-            draft_alone=group.draft_alone,
-        )
+        decoder = group.decoder(pair, list(self._rules.values()), num_rows=num_rows, params=params)
         self._stepper: Stepper[Request, Generation] = Stepper(decoder)
 
     async def generate(self, arm: Arm, prompt: str | list[int], params: SamplingParams) -> Generation:

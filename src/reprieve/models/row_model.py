@@ -21,7 +21,7 @@ from reprieve.types import HiddenStates
 
 ATTENTION = "reprieve_rows"
 _PREFILL_TOKENS = 16_384  # padded tokens of one forward that reads prompts
-_COLUMNS = 128  # on a GPU, forwards attend to a multiple of this, so that few CUDA graphs are needed
+GRAPH_COLUMNS = 128  # on a GPU, forwards attend to a multiple of this, so that few CUDA graphs are needed
 
 
 class Unread(NamedTuple):
@@ -85,7 +85,7 @@ class RowModel:
         """
         if not token_ids.is_cuda:
             return self._run(token_ids, positions, longest, rows)
-        longest = -(-longest // _COLUMNS) * _COLUMNS
+        longest = -(-longest // GRAPH_COLUMNS) * GRAPH_COLUMNS
         self.cache.reserve(longest)
         whole = not isinstance(rows, Tensor) and len(token_ids) == self.num_rows
         if not (self._captures and whole and self.cache.capacity):
