@@ -122,6 +122,7 @@ class DecoderGroup(NamedTuple):
 
 
 def group_of(arm: Arm, drafter: str) -> DecoderGroup:
+    """Return the group of an arm that the engine does not refuse, with the run's drafter."""
     if arm.rule is None:
         return DecoderGroup(arm.label == DRAFT_ONLY, 0, None)
     assert isinstance(arm.num_draft_tokens, int)
