@@ -100,7 +100,7 @@ class BatchedEngine:
 
 
 class DecoderGroup(NamedTuple):
-    """What a batch's decoder depends on: arms of one group share it."""
+    """Settings of a batch's decoder; arms of one group share it."""
 
     draft_alone: bool
     num_draft_tokens: int
