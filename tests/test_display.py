@@ -6,7 +6,7 @@ import pytest
 
 from reprieve.display import html_of
 from reprieve.errors import ReprieveError
-from reprieve.types import Generation
+from reprieve.types import DecodingStats, Generation
 
 QUESTION = "Question: Anna has 23 apples. She buys 18 more apples. How many apples does Anna have now?\nAnswer:"
 
@@ -52,7 +52,7 @@ def test_a_notebook_has_rescued_tokens_marked_and_text_escaped(answer):
 
 
 def test_a_generation_without_a_tokenizer_says_so_and_others_can_be_pickled(answer):
-    bare = Generation([1], [], "", "eos", 0, 0, 0.0)
+    bare = Generation(prompt_ids=[1], tokens=[], text="", finish_reason="eos", **DecodingStats.total(()).stats)
     assert bare._repr_html_() is None
     with pytest.raises(ReprieveError, match="has no tokenizer"):
         bare.show()

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -283,20 +284,49 @@ class RoundTrace:
     committed: list[Token]
 
 
-@dataclass(repr=False)
-class Generation:
+@dataclass(frozen=True, kw_only=True)
+class DecodingStats:
+    """What it took to decode an answer. Counts are of tokens, seconds wall clock."""
+
+    num_tokens: int
+    num_rounds: int
+    num_drafted: int  # verified
+    num_pruned: int = 0  # drafted, and cut away before verification
+    num_accepted: int  # drafted tokens in the answer, rescued ones included
+    num_rescued: int
+    seconds: float
+    seconds_by_part: dict[str, float] = field(default_factory=dict)  # of each of PARTS; {} unless they were timed
+    round_lengths: list[int] = field(default_factory=list)  # committed tokens of each round
+
+    @property
+    def tokens_per_round(self) -> float:
+        """tau: committed tokens per round, fallback and bonus included; at most K + 1."""
+        return self.num_tokens / max(1, self.num_rounds)
+
+    @classmethod
+    def total(cls, answers: Sequence[DecodingStats]) -> DecodingStats:
+        """Return the sum of all counts and seconds; the lengths of all rounds, in order."""
+        numbers = [number.name for number in fields(DecodingStats) if number.type in ("int", "float")]
+        return DecodingStats(
+            **{name: sum(getattr(answer, name) for answer in answers) for name in numbers},
+            seconds_by_part={part: sum(answer.seconds_by_part.get(part, 0.0) for answer in answers) for part in PARTS},
+            round_lengths=[length for answer in answers for length in answer.round_lengths],
+        )
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """These numbers alone, without the fields of a subclass: as another record takes them."""
+        return {one.name: getattr(self, one.name) for one in fields(DecodingStats)}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Generation(DecodingStats):
     """A finished answer and how it was made."""
 
     prompt_ids: list[int]
     tokens: list[Token]
     text: str
     finish_reason: str  # "eos", "stop" or "length"
-    num_rounds: int
-    num_drafted: int
-    seconds: float
-    num_pruned: int = 0  # drafted, and cut away before verification
-    seconds_by_part: dict[str, float] = field(default_factory=dict)  # of each of PARTS; {} unless they were timed
-    round_lengths: list[int] = field(default_factory=list)  # committed tokens of each round
     trace: list[RoundTrace] | None = None
     # Maps token ids to the text that each of them completed.
     decode: Callable[[list[int]], list[str]] | None = field(default=None, compare=False)
@@ -307,9 +337,7 @@ class Generation:
     @property
     def summary(self) -> str:
         """Its counts in one line."""
-        return (
-            f"{len(self.tokens)} tokens in {self.num_rounds} rounds, {self.num_rescued} rescued, {self.finish_reason}"
-        )
+        return f"{self.num_tokens} tokens in {self.num_rounds} rounds, {self.num_rescued} rescued, {self.finish_reason}"
 
     @property
     def pieces(self) -> list[tuple[str, str]]:
@@ -333,17 +361,3 @@ class Generation:
     @property
     def token_ids(self) -> list[int]:
         return [token.token_id for token in self.tokens]
-
-    @property
-    def num_accepted(self) -> int:
-        """Drafted tokens in the answer, rescued ones included."""
-        return sum(token.provenance is not Provenance.TARGET for token in self.tokens)
-
-    @property
-    def num_rescued(self) -> int:
-        return sum(token.provenance is Provenance.RESCUED for token in self.tokens)
-
-    @property
-    def tokens_per_round(self) -> float:
-        """tau: committed tokens per round, fallback and bonus included; at most K + 1."""
-        return len(self.tokens) / max(1, self.num_rounds)

@@ -24,7 +24,7 @@ from arc_rejections import (
 )
 from reprieve.engine import Pair, SamplingParams
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.types import ROOT, Generation, Provenance, RoundTrace, Token
+from reprieve.types import ROOT, DecodingStats, Generation, Provenance, RoundTrace, Token
 from tests.benchmarks.test_cospec_branches import SameTextTask
 from tests.kit.mining import problem
 from tests.kit.tiny import NumberTokenizer
@@ -41,8 +41,9 @@ def _round(drafted, parents, path, committed):
 
 
 def _generation(rounds):
-    return Generation([1], [token for traced in rounds for token in traced.committed], "", "eos", len(rounds), 0, 0.0,
-                      trace=rounds)  # fmt: skip
+    tokens = [token for traced in rounds for token in traced.committed]
+    stats = DecodingStats.total(()).stats
+    return Generation(prompt_ids=[1], tokens=tokens, text="", finish_reason="eos", trace=rounds, **stats)
 
 
 def test_rejected_tokens_are_found_where_another_token_was_committed():

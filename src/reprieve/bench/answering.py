@@ -11,12 +11,12 @@ from typing import Any, TypeAlias
 
 from reprieve.bench.arms import Arm
 from reprieve.bench.engine import RunConfig
-from reprieve.bench.records import ProblemRecord, Reply, totals
+from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.engine import DRAFT_ONLY, SamplingParams
 from reprieve.errors import EngineError, PairError
 from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.prompting import Conversation, PromptFormat, prompt_of
-from reprieve.types import Generation
+from reprieve.types import DecodingStats, Generation
 
 WARM_UP_TOKENS = 24
 
@@ -68,7 +68,7 @@ class Answerer:
                 text="",
                 finish_reason="error",
                 error=f"{type(error).__name__}: {error}",
-                **totals(()),
+                **DecodingStats.total(()).stats,
             )
         last = turns[-1]
         return ProblemRecord(
@@ -80,9 +80,8 @@ class Answerer:
             text=last.text,
             finish_reason=last.finish_reason,
             spans=last.spans,
-            round_lengths=[length for turn in turns for length in turn.round_lengths],
             turns=[turn.text for turn in turns] if len(turns) > 1 else [],
-            **totals(turns),
+            **DecodingStats.total(turns).stats,
         )
 
     async def _grade(self, text: str, problem: TaskProblem) -> tuple[str | None, bool]:
@@ -105,20 +104,13 @@ class Answerer:
 
 def reply_of(arm: Arm, generation: Generation) -> Reply:
     """Convert the local engine's output to the `Reply` that all engines return."""
-    return Reply(
+    reply = Reply(
         text=generation.text,
         finish_reason=generation.finish_reason,
-        num_tokens=len(generation.tokens),
-        num_rounds=0 if arm.label == DRAFT_ONLY else generation.num_rounds,  # rounds are target forwards
-        num_drafted=generation.num_drafted,
-        num_accepted=generation.num_accepted,
-        num_rescued=generation.num_rescued,
-        seconds=generation.seconds,
-        num_pruned=generation.num_pruned,
-        round_lengths=generation.round_lengths,
         spans=spans_of(generation.pieces),
-        seconds_by_part=generation.seconds_by_part,
+        **generation.stats,
     )
+    return dataclasses.replace(reply, num_rounds=0) if arm.label == DRAFT_ONLY else reply  # rounds are target forwards
 
 
 def spans_of(pieces: Sequence[tuple[str, str]]) -> list[list[Any]]:

@@ -3,46 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reprieve.errors import ReprieveError
 from reprieve.files import append_line, lock_folder, read_json, read_records, replace_file
-from reprieve.types import PARTS
+from reprieve.types import DecodingStats
 
 if TYPE_CHECKING:
     from filelock import FileLock
 
 _ANSWERS = "problems.jsonl"
-COUNTS = ("num_tokens", "num_rounds", "num_drafted", "num_pruned", "num_accepted", "num_rescued")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reply:
-    """An engine's answer to one prompt, or to the turns of a conversation. Counts are of tokens, seconds wall clock."""
+class Reply(DecodingStats):
+    """An engine's answer to one prompt, or to the turns of a conversation."""
 
     text: str
     finish_reason: str  # eos, stop, length or error
-    num_tokens: int
-    num_rounds: int
-    num_drafted: int
-    num_pruned: int = 0  # drafted, and cut away before verification
-    num_accepted: int
-    num_rescued: int
-    seconds: float
-    seconds_by_part: dict[str, float] = field(default_factory=dict)  # of each of PARTS
-    round_lengths: list[int] = field(default_factory=list)  # committed tokens of each round
     spans: list[list[Any]] = field(default_factory=list)  # [characters, t, m or r]: who proposed `text`
-
-
-def totals(replies: Sequence[Reply]) -> dict[str, Any]:
-    """Return the sum of every count and of all seconds of these replies, by name."""
-    return {
-        **{name: sum(getattr(reply, name) for reply in replies) for name in (*COUNTS, "seconds")},
-        "seconds_by_part": {part: sum(reply.seconds_by_part.get(part, 0.0) for reply in replies) for part in PARTS},
-    }
 
 
 @dataclass(frozen=True, kw_only=True)

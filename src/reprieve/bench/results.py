@@ -14,12 +14,13 @@ import numpy as np
 
 from reprieve.bench.arms import LOSSLESS, Arm
 from reprieve.bench.engine import RunConfig
-from reprieve.bench.records import COUNTS, ProblemRecord, totals
+from reprieve.bench.records import ProblemRecord
 from reprieve.bench.runner import Run
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.files import replace_file
 from reprieve.settings import NumDraftTokens
 from reprieve.stats import bootstrap_interval, paired_difference, paired_pvalue, share_interval
+from reprieve.types import DecodingStats
 
 SCHEMA = 1
 _NUM_SHARES = 11
@@ -135,9 +136,9 @@ def _summarise_arm(arm: Arm, rows: Rows, run: Run) -> dict[str, Any]:
     records = [record for trials in problems for record in trials]
     correct = column(problems, lambda record: record.correct)
     num_correct = int(correct.sum())
-    total = totals(records)
-    tokens, rounds, drafted, pruned, accepted, rescued = (total[name] for name in COUNTS)
-    seconds, num_finished = total["seconds"], sum(record.finished for record in records)
+    total = DecodingStats.total(records)
+    tokens, rounds, seconds = total.num_tokens, total.num_rounds, total.seconds
+    drafted, accepted, num_finished = total.num_drafted, total.num_accepted, sum(record.finished for record in records)
     forwards = rounds and arm.name != DRAFT_ONLY  # of the target
     return {
         "rule": arm.rule_name,
@@ -159,8 +160,8 @@ def _summarise_arm(arm: Arm, rows: Rows, run: Run) -> dict[str, Any]:
         "acceptance_rate": accepted / drafted if drafted else None,
         "draft_share": accepted / tokens if drafted and tokens else None,
         "sequence_bound": _sequence_bound(arm, accepted / len(records), run.config),
-        "num_rescued": rescued,
-        "pruned_share": pruned / (drafted + pruned) if pruned else 0.0,
+        "num_rescued": total.num_rescued,
+        "pruned_share": total.num_pruned / (drafted + total.num_pruned) if total.num_pruned else 0.0,
         "tokens_per_second": tokens / seconds if seconds else None,
         "tokens_per_answer": tokens / len(records),
         "rounds_per_answer": rounds / len(records) if forwards else None,
@@ -169,7 +170,7 @@ def _summarise_arm(arm: Arm, rows: Rows, run: Run) -> dict[str, Any]:
         "num_unread": sum(record.unread for record in records),
         "answers_per_second": num_finished / seconds if seconds else None,
         "seconds_per_solved": seconds / num_correct if num_correct else None,
-        "seconds_by_part": total["seconds_by_part"],
+        "seconds_by_part": total.seconds_by_part,
     }
 
 

@@ -113,7 +113,7 @@ class Generate(Command):
             return 0
         shown.print()
         screen.warn(
-            f"{len(generation.tokens)} tokens in {generation.num_rounds} rounds "
+            f"{generation.num_tokens} tokens in {generation.num_rounds} rounds "
             f"({generation.tokens_per_round:.2f} per round), {generation.num_accepted} drafted and accepted, "
             f"{generation.num_rescued} of them rescued; {generation.seconds:.2f} s, ended by {generation.finish_reason}"
         )
@@ -145,7 +145,7 @@ def _as_json(generation: Generation, spec: str, tokenizer: Any) -> dict[str, Any
         "rule": spec,
         "text": generation.text,
         "finish_reason": generation.finish_reason,
-        "num_tokens": len(generation.tokens),
+        "num_tokens": generation.num_tokens,
         "num_rounds": generation.num_rounds,
         "num_drafted": generation.num_drafted,
         "num_accepted": generation.num_accepted,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from reprieve.engine.text import TextStream, Tokenizer, special_tokens, text_pieces
 from reprieve.settings import SamplingParams
-from reprieve.types import Generation, Token
+from reprieve.types import Generation, Provenance, Token
 
 OnToken = Callable[[Token, str], None]  # a committed token and the text that became final with it
 
@@ -86,14 +86,18 @@ class Answer:
         text = self._stream.text
         if not self._streams:
             text = self._tokenizer.decode([token.token_id for token in self.tokens], skip_special_tokens=True)
+        provenance = [token.provenance for token in self.tokens]
         return Generation(
             prompt_ids=self.prompt_ids,
             tokens=self.tokens,
             text=text,
             finish_reason=self.finish_reason,
+            num_tokens=len(self.tokens),
             num_rounds=len(self.round_lengths),
             num_drafted=self._num_drafted,
             num_pruned=self._num_pruned,
+            num_accepted=len(provenance) - provenance.count(Provenance.TARGET),
+            num_rescued=provenance.count(Provenance.RESCUED),
             seconds=seconds,
             round_lengths=self.round_lengths,
             decode=partial(text_pieces, self._tokenizer, self.params.stop),

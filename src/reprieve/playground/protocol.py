@@ -11,7 +11,7 @@ from typing import Any
 
 from reprieve.engine.text import LONGEST_CHARACTER, REPLACEMENT
 from reprieve.playground.prompts import Prompts
-from reprieve.types import Generation, Token
+from reprieve.types import DecodingStats, Generation, Token
 
 
 @dataclass
@@ -85,22 +85,20 @@ class Replies:
 
     def summary(self, generations: Sequence[Generation]) -> dict[str, Any]:
         """Return the rule, the counts of rounds and tokens, and the speed."""
-        num_tokens = sum(len(answer.tokens) for answer in generations)
-        num_rounds = sum(answer.num_rounds for answer in generations)
-        seconds = sum(answer.seconds for answer in generations)
+        total = DecodingStats.total(generations)
         return {
             "rule": self.spec,
-            "num_rounds": num_rounds,
-            "num_drafted": sum(answer.num_drafted for answer in generations),
-            "num_accepted": sum(answer.num_accepted for answer in generations),
-            "num_rescued": sum(answer.num_rescued for answer in generations),
-            "tokens_per_round": num_tokens / max(1, num_rounds),
-            "tokens_per_second": num_tokens / seconds if seconds else None,
-            "seconds": seconds,
+            "num_rounds": total.num_rounds,
+            "num_drafted": total.num_drafted,
+            "num_accepted": total.num_accepted,
+            "num_rescued": total.num_rescued,
+            "tokens_per_round": total.tokens_per_round,
+            "tokens_per_second": total.num_tokens / total.seconds if total.seconds else None,
+            "seconds": total.seconds,
         }
 
     def _usage(self, generations: Sequence[Generation]) -> dict[str, int]:
-        num_new = sum(len(answer.tokens) for answer in generations)
+        num_new = DecodingStats.total(generations).num_tokens
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": num_new,
