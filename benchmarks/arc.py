@@ -18,7 +18,8 @@ from matplotlib.figure import Figure
 from arms import answer_test_problems, labels_of, over, part, run, whole, write_parts
 from reprieve.bench.arms import LOSSLESS, make_arms
 from reprieve.bench.records import read_answers
-from reprieve.bench.results import column, common_rows, summarise, write_results
+from reprieve.bench.results import ArmResults
+from reprieve.bench.summary import column, common_rows, summarise
 from reprieve.engine import DRAFT_ONLY, Pair, SamplingParams, load_pair
 from reprieve.models.sampling import Sampler
 from reprieve.stats import bootstrap_interval
@@ -51,13 +52,13 @@ _TREE_COLUMNS = ("pruned_share", "tokens_per_round")
 
 def measure(
     pair: Pair, specs: list[str], folder: Path, options: argparse.Namespace, *, temperature: float
-) -> dict[str, Any]:
+) -> list[ArmResults]:
     """Run arms over the test split and summarise them; resumes from the folder."""
     arms = [arm for arm in make_arms(specs, [16], target=pair.target_name) if arm.label != DRAFT_ONLY]
     run = answer_test_problems(pair, arms, folder, options, drafter=EAGLE, temperature=temperature)
-    document = summarise(run)
-    write_results(document, folder)
-    return document
+    results = summarise(run)
+    results.write(folder)
+    return results.arms
 
 
 def figure(rows: list[dict[str, Any]], x: str, x_label: str, path: Path) -> None:
@@ -93,11 +94,10 @@ def temperature(pair: Pair, options: argparse.Namespace) -> None:
     named = {"lossless": "EAGLE-3, lossless", specs[0]: f"LTS, theta {STRICT}, pruned"}
     columns = ("accuracy", "tokens_per_round", "speedup_vs_target", "speedup_vs_lossless")
     for value in TEMPERATURES:
-        document = measure(pair, specs, options.out / f"temperature-{value}", options, temperature=value)
-        for arm in document["arms"]:
-            if arm["spec"] in named:
-                arms.append({**arm, "name": named[arm["spec"]], "x": value})
-                rows.append([value, named[arm["spec"]], *(COLUMNS[name][1](arm, name) for name in columns)])
+        for arm in measure(pair, specs, options.out / f"temperature-{value}", options, temperature=value):
+            if arm.spec in named:
+                arms.append({**vars(arm), "name": named[arm.spec], "x": value})
+                rows.append([value, named[arm.spec], *(COLUMNS[name][1](vars(arm), name) for name in columns)])
     figure(arms, "x", "temperature", options.out / "temperature")
     head = ["temperature", "arm", *(COLUMNS[name][0] for name in columns)]
     write_parts(options.out / "temperature.json", {"temperature": part(head, rows, _note(options))})
@@ -105,18 +105,17 @@ def temperature(pair: Pair, options: argparse.Namespace) -> None:
 
 def theta(pair: Pair, options: argparse.Namespace) -> None:
     named = {f"lts:theta={value}": value for value in THETAS}
-    document = measure(pair, list(named), options.out / "theta", options, temperature=1.0)
-    found = {float(arm["params"]["theta"]): arm for arm in document["arms"] if arm["rule"] == "lts"}
-    lossless = next(arm for arm in document["arms"] if arm["spec"] == "lossless")
-    rows = [{**arm, "name": "LTS", "x": value} for value, arm in found.items()]
-    rows += [{**lossless, "name": "EAGLE-3, lossless", "x": value} for value in (min(THETAS), max(THETAS))]
+    arms = measure(pair, list(named), options.out / "theta", options, temperature=1.0)
+    rows = [{**vars(arm), "name": "LTS", "x": float(arm.params["theta"])} for arm in arms if arm.rule == "lts"]
+    lossless = next(arm for arm in arms if arm.spec == LOSSLESS)
+    rows += [{**vars(lossless), "name": "EAGLE-3, lossless", "x": value} for value in (min(THETAS), max(THETAS))]
     figure(rows, "x", "theta", options.out / "theta")
 
 
 def pruning(pair: Pair, options: argparse.Namespace) -> None:
     specs = [f"lossless@drafter={spec}" for strategies in PRUNINGS for spec in strategies]
-    document = measure(pair, specs, options.out / "pruning", options, temperature=1.0)
-    found = {arm["spec"]: arm for arm in document["arms"]}
+    arms = measure(pair, specs, options.out / "pruning", options, temperature=1.0)
+    found = {arm.spec: vars(arm) for arm in arms}
     records = read_answers(options.out / "pruning")
     answers = common_rows([*found], records)
     tokens, rounds = (

@@ -17,10 +17,11 @@ import numpy as np
 from reprieve.backends.local import LocalEngine
 from reprieve.bench.arms import LOSSLESS, Arm, make_arm
 from reprieve.bench.engine import RunConfig
+from reprieve.bench.environment import Environment
 from reprieve.bench.records import read_answers, read_run
-from reprieve.bench.results import Rows, common_rows
-from reprieve.bench.runner import Run, Runner, environment
+from reprieve.bench.runner import Run, Runner
 from reprieve.bench.settings import RunSettings
+from reprieve.bench.summary import Rows, common_rows
 from reprieve.bundles import BUNDLES, Bundle, bundle_of
 from reprieve.cli import screen
 from reprieve.cli.command import Command
@@ -93,7 +94,7 @@ def part(head: Sequence[str], rows: Sequence[Sequence[object]], note: str = "") 
 
 def write_parts(path: Path, parts: Mapping[str, Mapping[str, Any]], **more: Any) -> None:
     """Write and print a result of several tables, with its command and environment."""
-    document = {"command": shlex.join(sys.argv), **environment(), **more, "parts": parts}
+    document = {"command": shlex.join(sys.argv), **asdict(Environment.here()), **more, "parts": parts}
     replace_file(path, json.dumps(document, indent=1) + "\n")
     print(parts_table({}, document))
 
@@ -141,7 +142,7 @@ def answer_test_problems(
             print(f"{folder.name}: {done} of {total}", flush=True)
 
     complete = runner.measure(progress=report)
-    return Run(config, list(arms), runner.records, environment(), complete, graded=True)
+    return Run(config, list(arms), runner.records, Environment.here(), complete, graded=True)
 
 
 def answer_params(sampling: SamplingSettings, task: Task, seed: int) -> SamplingParams:
@@ -153,7 +154,7 @@ def flags_in_force(command: Command) -> dict[str, Any]:
     flags = asdict(command)
     del flags["out"]
     grouped = {**flags.pop("pair"), **flags.pop("problems", {})}
-    return {"command": screen.command_line(), **environment(), **flags, **grouped}
+    return {"command": screen.command_line(), **asdict(Environment.here()), **flags, **grouped}
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:

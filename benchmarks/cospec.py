@@ -24,7 +24,7 @@ from arms import answer_test_problems, over, part, run, task_of, whole, write_pa
 from recipes.arbiter.reinforce import Reinforce
 from reprieve.bench.arms import LOSSLESS, Arm, make_arms
 from reprieve.bench.records import read_answers, read_run
-from reprieve.bench.results import summarise, write_results
+from reprieve.bench.summary import summarise
 from reprieve.cli.main import main as reprieve
 from reprieve.cli.main import run_command
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, Pair, SamplingParams, SpeculativeDecoder, load_pair
@@ -143,9 +143,9 @@ def ablations(pair: Pair, options: argparse.Namespace) -> None:
     }
     arms = make_arms(list(specs), [options.num_draft_tokens], target=pair.target_name)
     run = answer_test_problems(pair, arms, options.out / "measured", options, drafter="draft", temperature=0.0)
-    document = summarise(run)
-    write_results(document, options.out / "measured")
-    found = {arm["spec"]: arm for arm in document["arms"]}
+    results = summarise(run)
+    results.write(options.out / "measured")
+    found = {arm.spec: vars(arm) for arm in results.arms}
     sft = ("SFT only", start.threshold)
     aim = next(found[spec]["tokens_per_round"] for spec, variant in specs.items() if variant == sft)
     columns = ("accuracy", "accuracy_vs_target", "tokens_per_round", "speedup_vs_target")

@@ -148,11 +148,11 @@ def load(measurement: Measurement) -> Parts:
         engine.close()
     rows = []
     for arm in arms:
-        cells = [cell for cell in found if cell["arm"] == arm.label]
-        ratios = [over([cell["vs_lossless"], *cell["vs_lossless_ci95"]], 2) for cell in cells]
-        rows.append([f"`{arm.label}`", *ratios, f"{cells[0]['tokens_per_step']:.1f}"])
+        cells = [cell for cell in found if cell.arm == arm.label]
+        ratios = [over([cell.vs_lossless or 0.0, *(cell.vs_lossless_ci95 or ())], 2) for cell in cells]
+        rows.append([f"`{arm.label}`", *ratios, f"{cells[0].tokens_per_step:.1f}"])
     head = ["arm", *(f"{level} at once" for level in speed.concurrency), "tokens per step"]
-    counts = ", ".join(str(cell["num_requests"]) for cell in cells)
+    counts = ", ".join(str(cell.num_requests) for cell in cells)
     note = f"Tokens per second over lossless in the same turn, medians of {speed.turns} turns and their 95% intervals"
     return {"load": part(head, rows, f"{note}; K = {K}, {counts} requests a turn.")}
 

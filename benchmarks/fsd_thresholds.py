@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from arms import sweep_rules
 from reprieve.backends.settings import EngineSettings
 from reprieve.bench.arms import LOSSLESS, Arm, make_arms
 from reprieve.bench.engine import Engine, RunConfig
-from reprieve.bench.results import best_ks, summarise, write_results
-from reprieve.bench.runner import Run, Runner, environment, run_arms
+from reprieve.bench.environment import Environment
+from reprieve.bench.results import Results, best_ks
+from reprieve.bench.runner import Run, Runner, run_arms
 from reprieve.bench.settings import RunSettings
+from reprieve.bench.summary import summarise
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.cli.main import run_command
 from reprieve.cli.tables import show_results
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.errors import SpecError, require_range, require_whole
+from reprieve.files import replace_file
 from reprieve.settings import NumDraftTokens, PairSettings, SamplingSettings
 from reprieve.tasks import Task
 from reprieve.types import Progress, no_progress
@@ -66,6 +69,18 @@ class FsdSettings:
 
 
 @dataclass(frozen=True)
+class Choices:
+    """What the protocol chose, and from what."""
+
+    num_draft_tokens: NumDraftTokens
+    tokens_per_second_by_k: dict[NumDraftTokens, float]
+    acceptance_rates: dict[str, float]
+    first_threshold: float
+    nearly_all: float
+    lost_share: float
+
+
+@dataclass(frozen=True)
 class FsdProtocol:
     """FSD's threshold protocol (section 5.1 and appendix D).
 
@@ -98,8 +113,8 @@ class FsdProtocol:
         *,
         announce: Callable[[str], None] = lambda line: None,
         progress: Progress = no_progress,
-    ) -> dict[str, Any] | None:
-        """Return the measurement's results document, with `protocol` added; None if it was interrupted."""
+    ) -> tuple[Results, Choices] | None:
+        """Return the measurement's results, and what was chosen; None if it was interrupted."""
         settings = self.settings
         target_name = engine.facts.pair.target
         rules = sweep_rules(settings.rule, settings.thresholds, target=target_name)
@@ -109,7 +124,7 @@ class FsdProtocol:
         chosen = self._pilot(engine, task, folder / "k", [*target, *lossless], progress)
         if chosen is None:
             return None
-        best_k = best_ks(chosen)[0]
+        best_k = best_ks(chosen.arms)[0]
         announce(f"K' = {best_k.num_draft_tokens}: lossless is fastest there")
         k = best_k.num_draft_tokens
         candidates = make_arms(rules, [k], target=target_name)
@@ -118,25 +133,24 @@ class FsdProtocol:
         )
         if accepted is None:
             return None
-        rates = {arm["spec"]: arm["acceptance_rate"] or 0.0 for arm in accepted["arms"]}
+        rates = {arm.spec: arm.acceptance_rate or 0.0 for arm in accepted.arms}
         relaxed = [arm for arm in candidates if arm.label not in (TARGET_ONLY, DRAFT_ONLY, LOSSLESS)]
         raised = [self._raised(arm, rates[arm.label]) for arm in relaxed]
         first = min(range(len(relaxed)), key=lambda i: abs(rates[relaxed[i].label] - rates[LOSSLESS]))
         announce(
             f"T_SD: {relaxed[first].label} accepts {rates[relaxed[first].label]:.1%}, lossless {rates[LOSSLESS]:.1%}"
         )
-        document = self._climb(engine, task, folder / "main", candidates[:3], raised[first:], announce, progress)
-        if document is not None:
-            document["protocol"] = {
-                "name": "fsd",
-                "num_draft_tokens": k,
-                "tokens_per_second_by_k": best_k.by_k,
-                "acceptance_rates": rates,
-                "first_threshold": settings.thresholds[first],
-                "nearly_all": settings.nearly_all,
-                "lost_share": settings.lost_share,
-            }
-        return document
+        results = self._climb(engine, task, folder / "main", candidates[:3], raised[first:], announce, progress)
+        if results is None:
+            return None
+        return results, Choices(
+            num_draft_tokens=k,
+            tokens_per_second_by_k=best_k.by_k,
+            acceptance_rates=rates,
+            first_threshold=settings.thresholds[first],
+            nearly_all=settings.nearly_all,
+            lost_share=settings.lost_share,
+        )
 
     def _raised(self, arm: Arm, acceptance_rate: float) -> Arm:
         """Return the arm at the next larger K if it accepts nearly all drafted tokens, else as it is."""
@@ -146,9 +160,7 @@ class FsdProtocol:
             return arm
         return dataclasses.replace(arm, num_draft_tokens=min(longer), names_k=True)
 
-    def _pilot(
-        self, engine: Engine, task: Task, folder: Path, arms: list[Arm], progress: Progress
-    ) -> dict[str, Any] | None:
+    def _pilot(self, engine: Engine, task: Task, folder: Path, arms: list[Arm], progress: Progress) -> Results | None:
         run = run_arms(
             RunConfig.of(engine, arms, self.settings.run, command=self.command),
             arms,
@@ -168,10 +180,10 @@ class FsdProtocol:
         relaxed: list[Arm],
         announce: Callable[[str], None],
         progress: Progress,
-    ) -> dict[str, Any] | None:
+    ) -> Results | None:
         arms = [*baselines, *relaxed]
         runner = Runner(RunConfig.of(engine, arms, self.main, command=self.command), arms, engine, task, folder)
-        about = environment()
+        about = Environment.here()
         measured = list(baselines)
         if not runner.measure(measured, progress):
             return None
@@ -179,13 +191,13 @@ class FsdProtocol:
             measured.append(arm)
             if not runner.measure([arm], progress):
                 return None
-            document = summarise(Run(runner.config, measured, runner.records, about, complete=True))
-            accuracy = {row["spec"]: row["accuracy"] for row in document["arms"]}
+            results = summarise(Run(runner.config, measured, runner.records, about, complete=True))
+            accuracy = {arm.spec: arm.accuracy or 0.0 for arm in results.arms}
             floor = accuracy[TARGET_ONLY] - self.settings.lost_share * (accuracy[TARGET_ONLY] - accuracy[DRAFT_ONLY])
             announce(f"{arm.label}: solved {accuracy[arm.label]:.1%}; the protocol ends at {floor:.1%}")
             if accuracy[arm.label] <= floor:
                 break
-        return document
+        return results
 
 
 @dataclass(frozen=True)
@@ -212,12 +224,14 @@ class Thresholds(Command):
         with screen.engine_and_task(EngineSettings(), self.pair, settings.task, settings.prompt) as (engine, task):
             self.keep_config(self.out)
             with screen.progress("answers") as progress:
-                document = protocol.run(engine, task, self.out, announce=screen.say, progress=progress)
-        if document is None:
+                outcome = protocol.run(engine, task, self.out, announce=screen.say, progress=progress)
+        if outcome is None:
             screen.warn("interrupted: run again to resume")
             return 130
-        write_results(document, self.out)
-        show_results(document)
+        results, choices = outcome
+        results.write(self.out)
+        replace_file(self.out / "choices.json", json.dumps(dataclasses.asdict(choices), indent=2) + "\n")
+        show_results(results)
         return 0
 
 

@@ -19,11 +19,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from reprieve.backends.deploying import vllm_version
+from reprieve.bench.results import Results
 from reprieve.errors import ReprieveError
 from reprieve.files import read_json, replace_file
 
@@ -139,13 +140,13 @@ def judge_off(folder: Path) -> tuple[dict[str, Any], str]:
 
 def judge_bench(folder: Path) -> tuple[dict[str, Any], str]:
     """Read a run of `reprieve bench`."""
-    document = read_json(folder / "results.json", "the run")
-    arms = [
-        {key: arm.get(key) for key in ("spec", "label", "accuracy", "tokens_per_round")} for arm in document["arms"]
-    ]
-    rows = document.get("throughput")
-    result = {"engine": [document.get(key) for key in ("engine", "engine_version", "runner")], "arms": arms}
-    return result | {"throughput": rows}, "" if rows else "no throughput was measured"
+    results = Results.read(folder)
+    if results is None:
+        return {}, "no results.json"
+    config, rows = results.config, [asdict(row) for row in results.throughput]
+    arms = [{key: getattr(arm, key) for key in ("spec", "accuracy", "tokens_per_round")} for arm in results.arms]
+    result = {"engine": [config.engine, config.engine_version, config.runner], "arms": arms, "throughput": rows}
+    return result, "" if rows else "no throughput was measured"
 
 
 def plan(options: argparse.Namespace, num_devices: int, version: tuple[int, ...] | None) -> list[Part]:

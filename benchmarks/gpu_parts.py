@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def machine_facts(options: argparse.Namespace) -> dict[str, Any]:
     """Return versions, devices, and whether this vLLM has the parts that the plugin wraps."""
     import torch
 
-    from reprieve.bench.runner import machine, versions
+    from reprieve.bench.environment import Environment
     from reprieve.vllm_plugin import configuration, probing
 
     fits = {}
@@ -42,7 +43,7 @@ def machine_facts(options: argparse.Namespace) -> dict[str, Any]:
         differs = "PyTorch sees no CUDA device"
     facts = {"vllm": found, "cuda": torch.version.cuda, "probe": fits, "devices": devices, "differs": differs}
     warning = configuration.version_warning(found, "v1" if options.device == "cpu" else "v2")
-    return {"versions": versions(), "machine": machine(), **facts, "warning": warning}
+    return {**asdict(Environment.here()), **facts, "warning": warning}
 
 
 def engine_of(options: argparse.Namespace, rules: Sequence[str]) -> tuple[Any, dict[str, Any]]:

@@ -11,9 +11,10 @@ import argparse
 import ast
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 
-from reprieve.bench.runner import environment
+from reprieve.bench.environment import Environment
 from reprieve.files import replace_file
 from reprieve.tasks import load_task
 from reprieve.tasks.table import read_jsonl
@@ -76,7 +77,12 @@ def main() -> None:
             counts[name][1] += 1
             if passed != (name == "canonical") and name != "off by one":
                 wrong.append((problem.problem_id, name))
-    document = {"passed_of": counts, "wrong": wrong, "seconds": time.perf_counter() - started, **environment()}
+    document = {
+        "passed_of": counts,
+        "wrong": wrong,
+        "seconds": time.perf_counter() - started,
+        **asdict(Environment.here()),
+    }
     replace_file(given.out / "humaneval.json", json.dumps(document, indent=2) + "\n")
     print(json.dumps({"passed_of": counts, "wrong": wrong}))
 

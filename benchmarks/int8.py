@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from arms import part, run, whole, write_parts
-from reprieve.bench.runner import machine
+from reprieve.bench.environment import Machine
 from reprieve.models.cached_model import CachedModel
 from reprieve.models.loading import ModelPair
 
@@ -84,7 +84,8 @@ def main() -> None:
     rows, speeds = zip(*(measure(name, texts) for name in options.models), strict=True)
     accuracy = ["model", "tokens", "mean KL to float32, nats", "99% quantile", "same likeliest token, %"]
     speed = ["model", "precision", *(f"{num} tokens, ms" for num in ROWS)]
-    processor = f"{machine()['num_threads']} threads of an {machine()['processor']}"
+    machine = Machine.here()
+    processor = f"{machine.num_threads} threads of an {machine.processor}"
     speeds_note = f"A forward behind {_CACHED} cached tokens; {processor}."
     parts = {
         "accuracy": part(accuracy, list(rows), f"{len(texts)} GSM8K test problems with their solutions."),

@@ -19,7 +19,7 @@ import numpy as np
 from arms import over, part, run, write_parts
 from reprieve.bench.arms import LOSSLESS
 from reprieve.bench.records import ProblemRecord, read_answers, read_run
-from reprieve.bench.results import common_rows
+from reprieve.bench.summary import common_rows
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.errors import SpecError
 from reprieve.mining.store import MINED, LabelStore, ProblemLabels

@@ -11,6 +11,7 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ import reprieve
 from arms import run, whole
 from pair_families import of_each_family, worded
 from pair_report import Writer
-from reprieve.bench.runner import environment
+from reprieve.bench.environment import Environment
 from reprieve.engine import Pair
 from reprieve.files import replace_file
 from reprieve.rules.fuzzy import fuzzy_divergence
@@ -77,7 +78,13 @@ def main() -> None:
             }
         )
         print(found[-1], flush=True)
-    document = {**environment(), "found": found, "edges": EDGES, **shown(found), "command": " ".join(sys.argv)}
+    document = {
+        **asdict(Environment.here()),
+        "found": found,
+        "edges": EDGES,
+        **shown(found),
+        "command": " ".join(sys.argv),
+    }
     replace_file(arguments.out / "divergences.json", json.dumps(document, indent=2) + "\n")
 
 

@@ -18,7 +18,7 @@ import torch
 import reprieve
 from arms import run, whole
 from pair_report import Writer
-from reprieve.bench.runner import environment
+from reprieve.bench.environment import Environment
 from reprieve.files import replace_file
 from reprieve.tasks import TaskProblem, load_task
 from reprieve.tasks.families import FAMILIES
@@ -85,7 +85,13 @@ def main() -> None:
         ]
         for one in found
     ]
-    document = {**environment(), "found": found, "head": head, "rows": rows, "command": " ".join(sys.argv)}
+    document = {
+        **dataclasses.asdict(Environment.here()),
+        "found": found,
+        "head": head,
+        "rows": rows,
+        "command": " ".join(sys.argv),
+    }
     replace_file(arguments.out / "families.json", json.dumps(document, indent=2) + "\n")
 
 

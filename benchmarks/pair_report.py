@@ -16,6 +16,7 @@ import re
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # for `recipes`
 import reprieve
 from arms import run, whole
 from recipes.pair.wordings import SENTENCES
-from reprieve.bench.runner import environment
+from reprieve.bench.environment import Environment
 from reprieve.bundles import bundle_of
 from reprieve.engine import Pair
 from reprieve.errors import ReprieveError
@@ -224,7 +225,12 @@ def main() -> None:
     pair = reprieve.load_pair(arguments.target, arguments.draft, dtype="float32")
     task = load_task(arguments.task)
     values: dict[str, float] = {"cost_ratio": cost_ratio(pair)}
-    document = {**environment(), "target": arguments.target, "draft": arguments.draft, "task": arguments.task}
+    document = {
+        **asdict(Environment.here()),
+        "target": arguments.target,
+        "draft": arguments.draft,
+        "task": arguments.task,
+    }
     if arguments.limit:
         writers = {role: Writer(pair, role, task) for role in ("target", "draft")}
         solved, texts = accuracies(writers, task, arguments.limit)

@@ -16,7 +16,7 @@ import numpy as np
 from arms import paired_rows, part, run, write_parts
 from reprieve.bench.arms import LOSSLESS
 from reprieve.bench.records import ProblemRecord
-from reprieve.bench.results import column
+from reprieve.bench.summary import column
 from reprieve.certify.fixed_sequence import Lengths, losses_of, paired_test, pvalue
 from reprieve.certify.settings import Promise
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY

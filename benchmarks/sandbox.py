@@ -16,11 +16,12 @@ import os
 import statistics
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
-from reprieve.bench.runner import environment
+from reprieve.bench.environment import Environment
 from reprieve.files import replace_file
 from reprieve.stats import bootstrap_interval
 
@@ -87,7 +88,7 @@ def main() -> None:
                 seconds = version.seconds(what)
                 if turn >= 3:
                     by_version[name].append(seconds)
-    document = {**environment(), "turns": options.turns, "seconds": times}
+    document = {**asdict(Environment.here()), "turns": options.turns, "seconds": times}
     for what, by_version in times.items():
         for name, values in by_version.items():
             print(f"{what}, {name}: {1000 * statistics.median(values):.0f} ms")

@@ -21,9 +21,10 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
-from reprieve.bench.runner import environment
+from reprieve.bench.environment import Environment
 from reprieve.files import replace_file
 
 BAD = [
@@ -257,7 +258,7 @@ def main():
     quarter = max(1, len(memory) // 4)
     first, last = (sum(part) / len(part) for part in (memory[quarter : 2 * quarter] or memory, memory[-quarter:]))
     report = {
-        **environment(),
+        **asdict(Environment.here()),
         "counts": dict(run.counts),
         "defects": run.defects[:50],
         "num_defects": len(run.defects),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reprieve.backends.settings import EngineSettings
+from reprieve.bench.results import Results, best_ks
 from reprieve.bench.settings import RunSettings
 from reprieve.certify.settings import CertifySettings, Promise
 from reprieve.cli.bench import Bench
@@ -16,7 +17,6 @@ from reprieve.cli.certify import Certify
 from reprieve.cli.command import Command, Pipeline
 from reprieve.cli.main import run_command
 from reprieve.cli.report import Report
-from reprieve.files import read_json
 from reprieve.heads.loading import attach_heads
 from reprieve.rules import parse_rule
 from reprieve.settings import AUTO, BUNDLED_TASK, NumDraftTokens, PairSettings, PromptSettings
@@ -104,8 +104,9 @@ class StudyCommand(Command):
 
     def _tuned_arms(self) -> list[str]:
         """Return every setting of every rule at the rule's fastest K, and lossless twice at its own."""
-        fastest = read_json(self.out / "tune" / "results.json", "the values of K")["fastest"]
-        tuned = {best["spec"]: best["num_draft_tokens"] for best in fastest}
+        results = Results.read(self.out / "tune")
+        assert results is not None  # written by the step before
+        tuned = {best.spec: best.num_draft_tokens for best in best_ks(results.arms, results.throughput)}
         arms = [f"{name}@K={tuned['lossless']}" for name in ("lossless", "lossless_rerun")]
         arms += [] if not self.answering.local else CONTROLS  # servers do not sample from a truncation
         usual = self._usual_rules()

@@ -341,6 +341,11 @@ def trimmed(document: Mapping[str, Any]) -> dict[str, Any]:
         return {**document, **parts, "command": document["made_with"]["command"]}
     if "arms" not in document:
         return dict(document)
+    if "config" in document:  # of `reprieve bench`: one level is enough here
+        config = document["config"]
+        lengths = config["num_draft_tokens"]
+        length = lengths[0] if len(lengths) == 1 else "by arm"
+        document = {**config, **document["environment"], **document, "num_draft_tokens": length}
     shown = [*COLUMNS, *(f"{name}_ci95" for name in COLUMNS), "tokens_vs_lossless"]
     fields = [*shown, "num_draft_tokens", "num_problems", "num_failed"]
     arms = [{field: arm[field] for field in fields if field in arm} for arm in document["arms"]]

@@ -46,7 +46,7 @@ def test_its_rule_and_task_run_in_worker_processes(environment, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     document = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert document["task"] == "coins"
+    assert document["config"]["task"] == "coins"
     arm = document["arms"][-1]
     assert arm["spec"] == "surprisal:bits=6" and arm["num_problems"] == 4 and arm["num_rescued"] > 0
     assert arm["accuracy"] > 0

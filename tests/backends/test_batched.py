@@ -10,9 +10,9 @@ from reprieve.backends.local import LocalEngine
 from reprieve.backends.settings import BatchedSettings, EngineSettings
 from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
-from reprieve.bench.results import summarise
 from reprieve.bench.runner import Runner, run_arms
 from reprieve.bench.settings import RunSettings
+from reprieve.bench.summary import summarise
 from reprieve.cli.main import main
 from reprieve.engine.batched import BatchedSpeculativeDecoder
 from reprieve.errors import ReprieveError, SpecError
@@ -54,9 +54,9 @@ def test_a_batch_gives_the_local_engines_answers(bundled_pair, task, tmp_path):
     names = ("arm", "problem_id", "answer", "correct", "text", "num_tokens", "num_rounds", "num_rescued", "spans")
     ours, theirs = (sorted(tuple(getattr(record, name) for name in names) for record in run.records) for run in runs)
     assert ours == theirs and len(ours) == 30
-    document = summarise(runs[1])
-    assert document["engine"] == "batched" and all(arm["tokens_per_second"] is None for arm in document["arms"])
-    assert document["arms"][3]["num_rescued"] > 0
+    results = summarise(runs[1])
+    assert results.config.engine == "batched" and all(arm.tokens_per_second is None for arm in results.arms)
+    assert results.arms[3].num_rescued > 0
 
 
 @pytest.mark.slow

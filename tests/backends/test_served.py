@@ -1,5 +1,6 @@
 """Runs on server engines: the local engine's answers, none of them lost or requested twice."""
 
+import dataclasses
 import json
 
 import pytest
@@ -12,9 +13,9 @@ from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
 from reprieve.bench.records import RecordFile
 from reprieve.bench.report import write_report
-from reprieve.bench.results import summarise, write_results
 from reprieve.bench.runner import Runner, run_arms
 from reprieve.bench.settings import RunSettings, SpeedSettings
+from reprieve.bench.summary import summarise
 from reprieve.cli.main import main
 from reprieve.errors import EngineError, SpecError
 from reprieve.settings import PairSettings, SamplingSettings
@@ -59,9 +60,9 @@ def test_a_server_gives_the_local_engines_answers(bundled_pair, task, tmp_path):
         return sorted(tuple(getattr(record, name) for name in names) for record in run.records)
 
     assert told(ours) == told(theirs)
-    document = summarise(theirs)
-    assert document["engine"] == "vllm" and all(arm["tokens_per_second"] is None for arm in document["arms"])
-    assert document["arms"][1]["num_rescued"] > 0 and document["arms"][1]["tokens_per_round"] > 5
+    results = summarise(theirs)
+    assert results.config.engine == "vllm" and all(arm.tokens_per_second is None for arm in results.arms)
+    assert results.arms[1].num_rescued > 0 and results.arms[1].tokens_per_round > 5
     asked = [request.get("vllm_xargs") for request in server.requests]
     assert {"reprieve_rule": "judge", "reprieve_threshold": 0.2} in asked and {"reprieve_rule": "off"} in asked
 
@@ -144,10 +145,9 @@ def test_speed_under_load_is_measured_in_turns_and_resumes(bundled_pair, task, t
         arms[0].label,
     ]
     judge = rows[2]
-    assert judge["concurrency"] == 1 and judge["num_requests"] == 3 and judge["num_rescued"] > 0
-    assert judge["vs_lossless"] > 0 and judge["first_s"][1] >= judge["first_s"][0] > 0
-    document = {**summarise(run), "throughput": rows}
-    write_results(document, tmp_path)
+    assert judge.concurrency == 1 and judge.num_requests == 3 and judge.num_rescued > 0
+    assert judge.vs_lossless > 0 and judge.first_s[1] >= judge.first_s[0] > 0
+    dataclasses.replace(summarise(run), throughput=rows).write(tmp_path)
     page = write_report([tmp_path], tmp_path / "report.html").read_text()
     assert "Under load" in page and "requests at once" in page and "vllm 0.32.0 (v1)" in page
 

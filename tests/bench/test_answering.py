@@ -8,8 +8,8 @@ from reprieve.backends.local import LocalEngine
 from reprieve.bench.answering import spans_of
 from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
-from reprieve.bench.results import summarise
 from reprieve.bench.runner import run_arms
+from reprieve.bench.summary import summarise
 from reprieve.engine.text import text_pieces
 from reprieve.errors import SpecError
 from reprieve.settings import PromptSettings, SamplingParams
@@ -53,8 +53,8 @@ def test_later_turns_see_earlier_answers_and_are_counted(pair, tmp_path):
         .generate([1, 2, 3, *map(int, record.turns[0].split()), 7, 8], SamplingParams(max_new_tokens=12))
     )
     assert second.text == record.turns[1]
-    row = summarise(whole)["arms"][2]
-    assert row["accuracy"] is None and row["tokens_per_answer"] == 24
+    arm = summarise(whole).arms[2]
+    assert arm.accuracy is None and arm.tokens_per_answer == 24
 
 
 def test_spans_cover_the_text_and_merge_neighbours():

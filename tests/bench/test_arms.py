@@ -12,8 +12,8 @@ from reprieve.backends.local import LocalEngine
 from reprieve.backends.settings import EngineSettings
 from reprieve.bench.arms import make_arm, make_arms
 from reprieve.bench.engine import RunConfig
-from reprieve.bench.results import summarise
 from reprieve.bench.settings import RunSettings
+from reprieve.bench.summary import summarise
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.heads.loading import load_head
 from reprieve.rules import parse_rule
@@ -53,10 +53,10 @@ def test_invalid_arms_are_refused(spec):
 
 def test_rerunning_lossless_measures_the_noise_floor(pair, tmp_path):
     arms = make_arms(["lossless_rerun"], [4])
-    greedy = {row["spec"]: row for row in summarise(run(pair, arms, tmp_path / "greedy"))["arms"]}
-    difference, low, high = greedy["lossless_rerun"]["accuracy_vs_lossless"]
+    greedy = {arm.spec: arm for arm in summarise(run(pair, arms, tmp_path / "greedy")).arms}
+    difference, low, high = greedy["lossless_rerun"].accuracy_vs_lossless
     assert difference == 0 and low < 0 < high, "six equal problems do not prove equality"
-    assert greedy["lossless"]["accuracy_vs_lossless"] == [0.0, 0.0, 0.0], "it is the same arm"
+    assert greedy["lossless"].accuracy_vs_lossless == [0.0, 0.0, 0.0], "it is the same arm"
     sampled = run(pair, arms, tmp_path / "sampled", sampling=SamplingSettings(temperature=1.0))
     texts = {label: [r.text for r in sampled.records if r.arm == label] for label in ("lossless", "lossless_rerun")}
     assert texts["lossless"] != texts["lossless_rerun"], "draws of its own"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from html.parser import HTMLParser
@@ -11,19 +12,20 @@ import pytest
 from reprieve.bench import figures
 from reprieve.bench.arms import make_arms
 from reprieve.bench.report import write_report
-from reprieve.bench.results import summarise, write_results
+from reprieve.bench.summary import summarise
 from reprieve.cli.main import main
 from reprieve.errors import ReprieveError
 from reprieve.rules.margin import MarginRule
 from tests.bench.toys import run
 from tests.certify.test_fixed_sequence import certificate
+from tests.kit.results import throughput_results
 
 
 @pytest.fixture(scope="module")
 def folder(pair, tmp_path_factory):
     path = tmp_path_factory.mktemp("run")
     arms = make_arms(["margin:delta=3", "random:rate=0.6", "direct:top_k:k=2"], [4])
-    write_results(summarise(run(pair, arms, path, limit=20)), path)
+    summarise(run(pair, arms, path, limit=20)).write(path)
     (path / "margin-net_drop-0.02.json").write_text(
         certificate(
             MarginRule(),
@@ -132,20 +134,29 @@ def test_ungraded_and_interrupted_runs_are_reported_too(folder, tmp_path):
 def test_folders_without_results_are_refused(folder, tmp_path, capsys):
     with pytest.raises(ReprieveError, match="neither a run"):
         write_report([tmp_path], tmp_path / "r.html")
-    (tmp_path / "results.json").write_text('{"schema": 1, "arms": []}')
-    with pytest.raises(ReprieveError, match="no arms"):
-        write_report([tmp_path], tmp_path / "r.html")
+    results = json.loads((folder / "results.json").read_text())
+    for damaged, message in (
+        ([], "must be an object of schema 2"),
+        ({"schema": 1}, "must be an object of schema 2"),
+        ({"schema": 2}, "config is missing"),
+        ({**results, "arms": []}, "has no arms"),
+        ({**results, "arms": [{**results["arms"][0], "accuracy": "all"}]}, "accuracy must be of type float"),
+    ):
+        (tmp_path / "results.json").write_text(json.dumps(damaged))
+        with pytest.raises(ReprieveError, match=message):
+            write_report([tmp_path], tmp_path / "r.html")
+    (tmp_path / "results.json").unlink()
     assert main(["report", str(tmp_path / "none"), "--out", str(tmp_path / "r.html")]) == 1
     assert "neither a run" in capsys.readouterr().err
     assert main(["report", str(folder), "--out", str(tmp_path / "r.html")]) == 0
 
 
 def test_figures_are_reproducible_and_accept_zeros():
-    row = {"arm": "a", "concurrency": 1, "tokens_per_second": 10.0, "tokens_per_second_range": [9.0, 12.0]}
+    row = throughput_results("a", concurrency=1, tokens_per_second=10.0, tokens_per_second_range=[9.0, 12.0])
     names = {"a": 'told "so" <b>'}
 
     def drawn():
-        return figures.as_svg(figures.throughput([row, row | {"concurrency": 8}], names))
+        return figures.as_svg(figures.throughput([row, dataclasses.replace(row, concurrency=8)], names))
 
     assert drawn() == drawn() and "&lt;b&gt;" in drawn() and "<b>" not in drawn()
     assert ">a</text>" in figures.as_svg(figures.round_lengths({"a": [1, 1]}, 1))
@@ -157,7 +168,8 @@ def test_figures_are_reproducible_and_accept_zeros():
 def test_the_page_reports_uncommitted_changes(folder, tmp_path, commit, dirty):
     for path in folder.glob("*"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    document = json.loads((folder / "results.json").read_text()) | {"commit": commit}
+    document = json.loads((folder / "results.json").read_text())
+    document["environment"]["commit"] = commit
     (tmp_path / "results.json").write_text(json.dumps(document))
     page = write_report([tmp_path], tmp_path / "r.html").read_text()
     assert ("with changes that are in no commit" in page) == dirty and "abc123-dirty" not in page

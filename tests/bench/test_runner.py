@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import html
 import json
@@ -16,30 +17,16 @@ from reprieve.bench.engine import RunConfig
 from reprieve.bench.figures import draw_frontier
 from reprieve.bench.records import RecordFile, read_answers
 from reprieve.bench.report import write_report
-from reprieve.bench.results import summarise, write_results
+from reprieve.bench.results import ArmResults, Results
 from reprieve.bench.runner import run_arms
 from reprieve.bench.settings import RunSettings
+from reprieve.bench.summary import summarise
 from reprieve.engine import SpeculativeDecoder
 from reprieve.errors import ReprieveError
 from reprieve.settings import SamplingSettings
 from reprieve.tasks import TaskProblem
 from tests.bench.toys import run, settings
 from tests.kit.toys import ToyTask
-
-ARM_FIELDS = {
-    "rule", "spec", "params", "num_problems", "accuracy", "accuracy_ci95", "tokens_per_round", "acceptance_rate",
-    "draft_share",
-    "num_rescued", "tokens_per_second", "speedup_vs_target", "speedup_vs_lossless", "tokens_per_answer",
-    "rounds_per_answer", "rounds_vs_lossless",
-    "num_truncated", "num_unread", "answers_per_second", "answers_vs_lossless", "seconds_per_solved",
-}  # fmt: skip
-
-
-TOP_FIELDS = {
-    "schema", "command", "commit", "versions", "machine", "seed", "task", "split", "num_draft_tokens", "sampling",
-    "arms",
-}  # fmt: skip
-
 
 ARMS = ["top_k:k=3", "margin:delta=2.0", "random:rate=0.5"]
 
@@ -89,23 +76,22 @@ def test_lines_join_arms_that_differ_only_in_their_dial(pair, tmp_path):
 def test_the_sequence_bound_is_reported_only_for_sampled_drafts(pair, tmp_path, sampling, bounded):
     arms = make_arms(["fuzzy:threshold=0.3,divergence=tv", "fuzzy:threshold=0.3", "margin:delta=1"], [4])
     sampled = config(arms, sampling=SamplingSettings(**sampling))
-    rows = summarise(run_arms(sampled, arms, LocalEngine(pair), ToyTask(), tmp_path))["arms"]
-    drafted = rows[3]["draft_share"] * rows[3]["tokens_per_answer"]
-    assert rows[3]["sequence_bound"] == (pytest.approx(0.3 * drafted) if bounded else None)
-    assert drafted > 0 and all(row["sequence_bound"] is None for row in (*rows[:3], *rows[4:]))
+    rows = summarise(run_arms(sampled, arms, LocalEngine(pair), ToyTask(), tmp_path)).arms
+    drafted = rows[3].draft_share * rows[3].tokens_per_answer
+    assert rows[3].sequence_bound == (pytest.approx(0.3 * drafted) if bounded else None)
+    assert drafted > 0 and all(row.sequence_bound is None for row in (*rows[:3], *rows[4:]))
 
 
 def test_results_have_every_field_and_the_figure_is_drawn(pair, tmp_path):
     arms = make_arms(ARMS, [4])
-    document = summarise(run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path))
-    write_results(document, tmp_path)
-    text = (tmp_path / "results.json").read_text()
+    results = summarise(run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path))
+    text = results.write(tmp_path).read_text()
     read = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
-    assert read.keys() >= TOP_FIELDS
-    assert read["schema"] == 1
+    assert Results.read(tmp_path) == results
+    assert read["schema"] == 2 and read["config"]["task"] == "toy" and read["environment"]["machine"]["processor"]
     assert [arm["spec"] for arm in read["arms"]][:3] == ["target_only", "draft_only", "lossless"]
     for arm in read["arms"]:
-        assert arm.keys() >= ARM_FIELDS
+        assert arm.keys() == {field.name for field in dataclasses.fields(ArmResults)}
         assert arm["num_problems"] == 6
         assert arm["accuracy_ci95"][0] <= arm["accuracy"] <= arm["accuracy_ci95"][1]
     assert read["arms"][0]["speedup_vs_target"] == 1.0
@@ -117,7 +103,7 @@ def test_results_have_every_field_and_the_figure_is_drawn(pair, tmp_path):
     assert read["arms"][2]["draft_share"] == accepted / tokens <= 1
     assert read["arms"][0]["draft_share"] is read["arms"][1]["draft_share"] is None
     assert lines[0].keys() >= {"arm", "problem_id", "correct", "answer", "num_tokens", "num_rounds", "seconds", "text"}
-    for path in draw_frontier(document, tmp_path):
+    for path in draw_frontier(results, tmp_path):
         assert path.stat().st_size > 1000
     assert read["random_allocation"][0]["speedup_vs_target"] == pytest.approx(1.0)
     assert read["random_allocation"][-1]["accuracy"] == pytest.approx(read["arms"][1]["accuracy"])
@@ -171,7 +157,7 @@ def test_an_interrupted_run_resumes_to_the_same_records(pair, tmp_path):
     first = run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path / "cut", progress=interrupt)
     assert not first.complete
     assert len(first.records) == 11
-    assert summarise(first)["num_problems"] == 1, "only problems every arm finished are compared"
+    assert summarise(first).num_problems == 1, "only problems every arm finished are compared"
     with (tmp_path / "cut" / "problems.jsonl").open("a") as file:
         file.write('{"arm": "half a li')  # left by a kill in the middle of a write
     second = run_arms(config(arms, command="typed otherwise"), arms, LocalEngine(pair), ToyTask(), tmp_path / "cut")
@@ -217,8 +203,8 @@ def test_failures_are_counted_and_never_answers(pair, tmp_path):
             return [*good[:-1], TaskProblem("long", " ".join(["3"] * 400), "1")]
 
     arms = make_arms([], [4])
-    document = summarise(run_arms(config(arms), arms, LocalEngine(pair), TooLong(), tmp_path))
-    assert [arm["num_failed"] for arm in document["arms"]] == [1, 1, 1]
+    results = summarise(run_arms(config(arms), arms, LocalEngine(pair), TooLong(), tmp_path))
+    assert [arm.num_failed for arm in results.arms] == [1, 1, 1]
     lines = [json.loads(line) for line in (tmp_path / "problems.jsonl").read_text().splitlines()]
     failed = [line for line in lines if line["error"]]
     assert {line["problem_id"] for line in failed} == {"long"}
@@ -250,9 +236,9 @@ def test_max_new_tokens_is_reduced_to_fit_the_models(bundled_pair, tmp_path):
 
 def test_one_problem_gives_no_confidence_interval_of_the_speedup(pair, tmp_path):
     arms = make_arms(["margin:delta=3"], [4])
-    document = summarise(run(pair, arms, tmp_path, limit=1))
-    names = ("speedup_vs_target", "speedup_vs_lossless", "answers_vs_lossless")
-    for arm in document["arms"]:
-        assert arm["speedup_vs_target"] is not None and all(arm[f"{name}_ci95"] is None for name in names)
-    assert draw_frontier(document, tmp_path)[0].exists()
-    assert write_report([write_results(document, tmp_path).parent], tmp_path / "r.html").exists()
+    results = summarise(run(pair, arms, tmp_path, limit=1))
+    for arm in results.arms:
+        intervals = (arm.speedup_vs_target_ci95, arm.speedup_vs_lossless_ci95, arm.answers_vs_lossless_ci95)
+        assert arm.speedup_vs_target is not None and intervals == (None, None, None)
+    assert draw_frontier(results, tmp_path)[0].exists()
+    assert write_report([results.write(tmp_path).parent], tmp_path / "r.html").exists()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from reprieve.bench.arms import make_arms
-from reprieve.bench.results import _against_allocation, summarise
+from reprieve.bench.summary import _against_allocation, summarise
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.settings import SamplingSettings
 from reprieve.stats import clustered_interval, paired_difference, paired_pvalue
@@ -21,20 +21,18 @@ def test_trials_are_sampled_independently_and_count_as_one_problem(pair, tmp_pat
     whole = run(pair, arms, tmp_path, num_trials=3, sampling=SamplingSettings(temperature=1.0))
     ours = [r for r in whole.records if r.arm == "margin:delta=2" and r.problem_id == "p0"]
     assert [record.trial for record in ours] == [0, 1, 2] and len({record.text for record in ours}) > 1
-    document = summarise(whole)
-    assert (document["num_problems"], document["num_trials"]) == (6, 3)
-    row = document["arms"][-1]
-    assert row["accuracy"] == np.mean([r.correct for r in whole.records if r.arm == "margin:delta=2"])
+    results = summarise(whole)
+    assert (results.num_problems, results.config.num_trials, results.num_answers) == (6, 3, 18)
+    assert results.arms[-1].accuracy == np.mean([r.correct for r in whole.records if r.arm == "margin:delta=2"])
     again = run(pair, arms, tmp_path, num_trials=3, sampling=SamplingSettings(temperature=1.0))
     assert len(again.records) == len(whole.records), "nothing is answered twice"
 
 
 def test_regressions_and_improvements_make_the_net_drop(pair, tmp_path):
-    document = summarise(run(pair, make_arms(["random:rate=0.9"], [4]), tmp_path, limit=20))
-    row = document["arms"][-1]
-    assert row["net_drop"][0] == pytest.approx(row["regression_rate"] - row["improvement_rate"])
-    assert row["net_drop"][0] == pytest.approx(-row["accuracy_vs_lossless"][0])
-    assert 0 < row["tokens_vs_lossless_p"] <= 1 and row["truncated_vs_lossless"][0] == 0
+    arm = summarise(run(pair, make_arms(["random:rate=0.9"], [4]), tmp_path, limit=20)).arms[-1]
+    assert arm.net_drop[0] == pytest.approx(arm.regression_rate - arm.improvement_rate)
+    assert arm.net_drop[0] == pytest.approx(-arm.accuracy_vs_lossless[0])
+    assert 0 < arm.tokens_vs_lossless_p <= 1 and arm.truncated_vs_lossless[0] == 0
 
 
 def test_correlated_trials_do_not_narrow_an_interval():

@@ -12,16 +12,16 @@ from reprieve.bench.results import BestK, best_ks
 from reprieve.errors import SpecError
 from reprieve.settings import AUTO
 from tests.bench.toys import settings
+from tests.kit.results import arm_results
 from tests.kit.toys import ToyTask
 
 
 def test_each_arm_gets_its_fastest_k():
     def arm(name, k, speed):
-        common = {"spec": f"{name}@K={k}", "drafter": None, "num_draft_tokens": k}
-        return {"name": name, "tokens_per_second": speed, **common}
+        return arm_results(f"{name}@K={k}", name=name, num_draft_tokens=k, tokens_per_second=speed)
 
     rows = [arm("target_only", None, 50), arm("lossless", 4, 90), arm("lossless", 8, 80), arm("margin", 8, 7)]
-    best = best_ks({"arms": rows})
+    best = best_ks(rows)
     assert [found.arm for found in best] == ["lossless@K=4", "margin@K=8"]
     assert best[0].by_k == {4: 90, 8: 80}
 
@@ -33,24 +33,24 @@ def test_the_fsd_protocol_raises_the_threshold_until_accuracy_falls_too_far(pair
     )
     protocol = FsdProtocol(asked)
     told = []
-    document = protocol.run(LocalEngine(pair), ToyTask(), tmp_path, announce=told.append)
-    accuracy = {row["spec"]: row["accuracy"] for row in document["arms"]}
+    results, choices = protocol.run(LocalEngine(pair), ToyTask(), tmp_path, announce=told.append)
+    accuracy = {arm.spec: arm.accuracy for arm in results.arms}
     floor = accuracy["target_only"] - 0.2 * (accuracy["target_only"] - accuracy["draft_only"])
-    measured = [row["spec"] for row in document["arms"][3:]]
+    measured = [arm.spec for arm in results.arms[3:]]
     assert measured and all(accuracy[spec] > floor for spec in measured[:-1])
-    assert document["protocol"]["num_draft_tokens"] in (2, 4) and told[0].startswith("K' = ")
-    assert set(document["protocol"]["acceptance_rates"]) >= {"lossless", "random:rate=0.1", "random:rate=0.9"}
+    assert choices.num_draft_tokens in (2, 4) and told[0].startswith("K' = ")
+    assert set(choices.acceptance_rates) >= {"lossless", "random:rate=0.1", "random:rate=0.9"}
     with pytest.raises(SpecError, match="rise"):
         FsdSettings(thresholds=(0.5, 0.1))
 
 
 def test_the_fsd_protocol_measures_raised_thresholds(pair, tmp_path, monkeypatch):
-    monkeypatch.setattr("fsd_thresholds.best_ks", lambda document: [BestK("lossless", 2, 1.0, {2: 1.0})])
+    monkeypatch.setattr("fsd_thresholds.best_ks", lambda arms: [BestK("lossless", 2, 1.0, {2: 1.0})])
     asked = FsdSettings(
         "random", (0.9,), num_draft_tokens=(2, 4), nearly_all=0.01, main_limit=3, main_trials=1, run=settings(limit=3)
     )
-    document = FsdProtocol(asked).run(LocalEngine(pair), ToyTask(), tmp_path)
-    assert [row["spec"] for row in document["arms"][3:]] == ["random:rate=0.9@K=4"]
+    results, _ = FsdProtocol(asked).run(LocalEngine(pair), ToyTask(), tmp_path)
+    assert [arm.spec for arm in results.arms[3:]] == ["random:rate=0.9@K=4"]
 
 
 def test_thresholds_that_accept_nearly_everything_get_the_next_larger_k():

@@ -10,7 +10,7 @@ import pytest
 from reprieve.backends.local import LocalEngine
 from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
-from reprieve.bench.results import summarise
+from reprieve.bench.summary import summarise
 from reprieve.certify.monitor import MonitorCheck, QualityMonitor, ServedAnswer, watch
 from reprieve.errors import SpecError
 from reprieve.settings import SamplingParams
@@ -89,13 +89,13 @@ def test_checks_run_in_parallel_and_count_in_request_order():
 def test_watching_a_task_checks_every_answer(pair, tmp_path):
     arms = make_arms(["random:rate=0.9"], [4])
     whole = run(pair, arms, tmp_path, limit=15)
-    row = summarise(whole)["arms"][-1]
+    row = summarise(whole).arms[-1]
     engine = LocalEngine(pair)
     config = RunConfig.of(engine, arms, settings(limit=15))
     final = watch(engine, config, ToyTask(), arms[-1], arms[2], share=1.0, max_drop=None, max_waiting=100)
     assert final.num_checked == 15 and abs(final.drop) <= 1
     assert final.interval[0] <= final.drop <= final.interval[1] and not final.alarm
-    assert row["net_drop"] is not None
+    assert row.net_drop is not None
 
 
 def test_without_references_a_changed_answer_counts_as_lost(pair):

@@ -1,11 +1,13 @@
 """Tables fit the terminal, and 80 columns in a file."""
 
 import io
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from reprieve.cli.tables import results_table, show_throughput, wrap_spec
+from tests.kit.results import arm_results, throughput_results
 
 ARMS = (
     "target_only", "lossless@K=8", "fuzzy:threshold=1,divergence=kl,form=released",
@@ -16,17 +18,18 @@ ARMS = (
 def arm(spec):
     ratio = {f"{name}{end}": [23.64, 43.02] if end else 35.28 for end in ("", "_ci95") for name in (
         "speedup_vs_target", "speedup_vs_lossless", "answers_vs_lossless")}  # fmt: skip
-    return ratio | {
-        "spec": spec, "accuracy": 1.0, "accuracy_ci95": [0.34, 1.0], "accuracy_vs_lossless": [-0.5, -1.0, 0.56],
-        "tokens_per_round": 12.91, "acceptance_rate": 0.9, "num_rescued": 12, "tokens_per_answer": 143.0,
-        "rounds_per_answer": 11.1, "num_truncated": 0, "num_unread": 0,
-    }  # fmt: skip
+    return arm_results(
+        spec, accuracy=1.0, accuracy_ci95=[0.34, 1.0], accuracy_vs_lossless=[-0.5, -1.0, 0.56],
+        tokens_per_round=12.91, acceptance_rate=0.9, num_rescued=12, tokens_per_answer=143.0, rounds_per_answer=11.1,
+        **ratio,
+    )  # fmt: skip
 
 
 def printed(width):
-    document = {"task": "word_problems", "split": "test", "num_problems": 2, "num_draft_tokens": "by arm"}
+    config = SimpleNamespace(task="word_problems", split="test")
+    arms = [arm(spec) for spec in ARMS]
     out = io.StringIO()
-    table = results_table(document | {"arms": [arm(spec) for spec in ARMS]}, width=width)
+    table = results_table(SimpleNamespace(config=config, num_problems=2, draft_length=8, arms=arms), width=width)
     Console(file=out, width=width).print(table)
     return out.getvalue()
 
@@ -50,8 +53,13 @@ def test_the_narrowest_table_keeps_quality_and_speed():
 
 def test_speeds_under_load_fit_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    row = {"concurrency": 128, "tokens_per_second": 12345.0, "vs_lossless": 1.21, "vs_lossless_ci95": [1.2, 1.23],
-           "tokens_per_step": 4.2, "first_s": [0.2, 1.3], "per_token_s": [0.02, 0.13]}  # fmt: skip
-    show_throughput({"throughput": [row | {"arm": spec} for spec in ARMS]})
+    rows = [
+        throughput_results(
+            spec, concurrency=128, tokens_per_second=12345.0, tokens_per_step=4.2, vs_lossless=1.21,
+            vs_lossless_ci95=[1.2, 1.23], first_s=[0.2, 1.3], per_token_s=[0.02, 0.13],
+        )
+        for spec in ARMS
+    ]  # fmt: skip
+    show_throughput(rows)
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80 and "1.21x [1.20, 1.23]" in text and "200 (p95 1300)" in text

@@ -18,9 +18,9 @@ from reprieve.backends.throughput import measure_throughput
 from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
 from reprieve.bench.records import RecordFile
-from reprieve.bench.results import summarise
 from reprieve.bench.runner import run_arms
 from reprieve.bench.settings import RunSettings, SpeedSettings
+from reprieve.bench.summary import summarise
 from reprieve.errors import EngineError
 from reprieve.heads.certificates import Certificate
 from reprieve.heads.files import find_head
@@ -111,12 +111,13 @@ def test_a_killed_server_loses_nothing_and_one_server_answers_every_arm(tmp_path
     after = [(record.arm, record.problem_id) for record in run.records]
     assert after[: len(before)] == before and len(after) == len(set(after)) == 24
     assert not any(record.error for record in run.records)
-    document = summarise(run)
-    assert (document["engine"], document["engine_version"], document["runner"]) == ("vllm", VLLM_VERSION, "v1")
-    strict, calm, wild = document["arms"]
-    assert wild["num_rescued"] > calm["num_rescued"] > 0 == strict["num_rescued"]
-    assert wild["tokens_per_round"] > strict["tokens_per_round"] > 2
-    assert len(rows) == 6 and all(row["tokens_per_second"] > 0 and row["first_s"][0] > 0 for row in rows)
+    results = summarise(run)
+    config = results.config
+    assert (config.engine, config.engine_version, config.runner) == ("vllm", VLLM_VERSION, "v1")
+    strict, calm, wild = results.arms
+    assert wild.num_rescued > calm.num_rescued > 0 == strict.num_rescued
+    assert wild.tokens_per_round > strict.tokens_per_round > 2
+    assert len(rows) == 6 and all(row.tokens_per_second > 0 and row.first_s[0] > 0 for row in rows)
 
 
 def mined(settings, folder, *, in_flight, progress=lambda done, total: None):

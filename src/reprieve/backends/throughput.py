@@ -15,8 +15,9 @@ from reprieve.backends.client import Completion
 from reprieve.backends.served import ServedEngine
 from reprieve.bench.arms import LOSSLESS, Arm
 from reprieve.bench.engine import RunConfig
-from reprieve.bench.results import lossless_for
+from reprieve.bench.results import ThroughputResults
 from reprieve.bench.settings import SpeedSettings
+from reprieve.bench.summary import lossless_for
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.files import append_line, read_records
 from reprieve.stats import bootstrap_interval
@@ -60,7 +61,7 @@ def measure_throughput(
     folder: Path,
     *,
     progress: Progress = no_progress,
-) -> list[dict[str, Any]]:
+) -> list[ThroughputResults]:
     """Return a row for each arm and concurrency, over all turns; resumes an interrupted measurement.
 
     Arms of one server take turns in a rotating order. Arms with another K or drafter need another server and are
@@ -124,7 +125,7 @@ def _middle(values: Sequence[float]) -> tuple[float, float]:
     return float(np.quantile(values, 0.5)), float(np.quantile(values, 0.95))
 
 
-def _rows(cells: Sequence[Cell], arms: Sequence[Arm]) -> Iterator[dict[str, Any]]:
+def _rows(cells: Sequence[Cell], arms: Sequence[Arm]) -> Iterator[ThroughputResults]:
     """Medians over turns; ratios over lossless in the same turn, with the interval of their median."""
     by_turn = {(cell.arm, cell.concurrency, cell.turn): cell for cell in cells}
     compared = any(arm.rule is not None and arm.rule_name == LOSSLESS for arm in arms)
@@ -135,26 +136,29 @@ def _rows(cells: Sequence[Cell], arms: Sequence[Arm]) -> Iterator[dict[str, Any]
             if not arm_cells:
                 continue
             speeds = np.array([cell.num_tokens / cell.seconds for cell in arm_cells])
-            row = {
-                "arm": arm.label,
-                "concurrency": level,
-                "num_turns": len(arm_cells),
-                "num_requests": arm_cells[0].num_requests,
-                "tokens_per_second": float(np.median(speeds)),
-                "tokens_per_second_range": [float(speeds.min()), float(speeds.max())],
-                "tokens_per_step": float(np.median([cell.tokens_per_step for cell in arm_cells])),
-                "num_rescued": sum(cell.num_rescued for cell in arm_cells),
-                "vs_lossless": None,
-                "vs_lossless_ci95": None,
-            }
-            for name in ("first", "per_token", "pieces"):
-                row[f"{name}_s"] = [float(np.median([getattr(cell, name)[at] for cell in arm_cells])) for at in (0, 1)]
             pairs = [by_turn.get((str(base), level, cell.turn)) for cell in arm_cells]
-            beside = arm.label not in (TARGET_ONLY, DRAFT_ONLY)
-            if beside and all(pairs):
+            ratio: dict[str, Any] = {}
+            if arm.label not in (TARGET_ONLY, DRAFT_ONLY) and all(pairs):
                 strict_speeds = np.array([pair.num_tokens / pair.seconds for pair in pairs if pair])
-                row |= _ratio(speeds / strict_speeds)
-            yield row
+                ratio = _ratio(speeds / strict_speeds)
+            yield ThroughputResults(
+                arm=arm.label,
+                concurrency=level,
+                num_turns=len(arm_cells),
+                num_requests=arm_cells[0].num_requests,
+                num_rescued=sum(cell.num_rescued for cell in arm_cells),
+                tokens_per_second=float(np.median(speeds)),
+                tokens_per_second_range=[float(speeds.min()), float(speeds.max())],
+                tokens_per_step=float(np.median([cell.tokens_per_step for cell in arm_cells])),
+                first_s=_medians([cell.first for cell in arm_cells]),
+                per_token_s=_medians([cell.per_token for cell in arm_cells]),
+                pieces_s=_medians([cell.pieces for cell in arm_cells]),
+                **ratio,
+            )
+
+
+def _medians(pairs: Sequence[tuple[float, float]]) -> list[float]:
+    return [float(value) for value in np.median(pairs, axis=0)]
 
 
 def _ratio(ratios: np.ndarray) -> dict[str, Any]:

@@ -6,10 +6,12 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from reprieve.bench.arms import LOSSLESS
+from reprieve.bench.results import ArmResults, Results, ThroughputResults
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.errors import import_extra
 
@@ -23,9 +25,9 @@ _PANELS = {
 _COLUMNS = 3  # small figures side by side
 
 
-def draw_frontier(document: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw `frontier.png` and `frontier.svg` from a results document; return their paths."""
-    figure = frontier(document)
+def draw_frontier(results: Results, folder: Path) -> list[Path]:
+    """Draw `frontier.png` and `frontier.svg`; return their paths."""
+    figure = frontier(results)
     paths = [folder / "frontier.png", folder / "frontier.svg"]
     for path in paths:
         temporary = path.with_name(f".{path.name}.tmp")
@@ -44,50 +46,49 @@ def as_svg(figure: Any) -> str:
     return re.sub(r"<metadata>.*?</metadata>", "", drawn[drawn.index("<svg") :], flags=re.DOTALL)
 
 
-def frontier(document: dict[str, Any]) -> Any:
+def frontier(results: Results) -> Any:
     """Accuracy against speedup, where it was measured, and against tokens per round; the arms of a rule are joined."""
-    arms = document["arms"]
-    panels = {x: label for x, label in _PANELS.items() if any(arm[x] for arm in arms)}
+    arms = results.arms
+    panels = {x: label for x, label in _PANELS.items() if any(getattr(arm, x) for arm in arms)}
     figure = _figure(2.5 + 4.5 * max(1, len(panels)), 4.8)
     drawn = figure.subplots(1, max(1, len(panels)), squeeze=False)[0]
     lines = _lines(arms)
-    target = next((arm for arm in arms if arm["rule"] == TARGET_ONLY), None)
+    target = next((arm for arm in arms if arm.rule == TARGET_ONLY), None)
     for axes, (x, label) in zip(drawn, panels.items(), strict=False):
         _panel(axes, lines, x, label)
-        if target and target[x]:
-            solved = 100 * target["accuracy"]
+        if target and (speed := getattr(target, x)):
+            solved = 100 * (target.accuracy or 0.0)
             axes.axhline(solved, color="0.3", linewidth=0.8, linestyle=":")
-            axes.plot([target[x]], [solved], marker="s", color="0.3", linestyle="none", label="target only")
-        if x == "speedup_vs_target" and (mixed := document.get("random_allocation")):
-            speeds, accuracies = [point[x] for point in mixed], [100 * point["accuracy"] for point in mixed]
+            axes.plot([speed], [solved], marker="s", color="0.3", linestyle="none", label="target only")
+        if x == "speedup_vs_target" and (mixed := results.random_allocation):
+            speeds, accuracies = [point.speedup_vs_target for point in mixed], [100 * point.accuracy for point in mixed]
             axes.plot(speeds, accuracies, color="0.6", linestyle="--", zorder=0, label="random allocation to the draft")
     drawn[0].set_ylabel("problems solved, %")
     handles, labels = drawn[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", fontsize=8, frameon=False)
     figure.suptitle(
-        f"{document['task']} ({document['split']}), n = {document['num_problems']}, "
-        f"K = {document['num_draft_tokens']}; bars are 95% intervals",
+        f"{results.config.task} ({results.config.split}), n = {results.num_problems}, "
+        f"K = {results.draft_length}; bars are 95% intervals",
         fontsize=10,
     )
     return figure
 
 
-def throughput(rows: Sequence[dict[str, Any]], names: Mapping[str, str]) -> Any:
+def throughput(rows: Sequence[ThroughputResults], names: Mapping[str, str]) -> Any:
     """Tokens per second against the number of concurrent requests; bars run from the slowest turn to the fastest.
 
     Args:
-        rows: of a results document's `throughput`.
         names: what to call each arm.
     """
     figure = _figure(7, 4.2)
     axes = figure.subplots()
-    for index, arm in enumerate(dict.fromkeys(row["arm"] for row in rows)):
-        its = sorted((row for row in rows if row["arm"] == arm), key=lambda row: row["concurrency"])
-        medians = [row["tokens_per_second"] for row in its]
-        ends = [row["tokens_per_second_range"] for row in its]
+    for index, arm in enumerate(dict.fromkeys(row.arm for row in rows)):
+        its = sorted((row for row in rows if row.arm == arm), key=lambda row: row.concurrency)
+        medians = [row.tokens_per_second for row in its]
+        ends = [row.tokens_per_second_range for row in its]
         bars = [[m - low for m, (low, _) in zip(medians, ends, strict=True)],
                 [high - m for m, (_, high) in zip(medians, ends, strict=True)]]  # fmt: skip
-        axes.errorbar([row["concurrency"] for row in its], medians, yerr=bars, label=names[arm], **_style(index))
+        axes.errorbar([row.concurrency for row in its], medians, yerr=bars, label=names[arm], **_style(index))
     axes.set_xlabel("requests at once")
     axes.set_ylabel("tokens per second")
     axes.grid(alpha=0.25)
@@ -157,17 +158,17 @@ def _style(index: int) -> dict[str, Any]:
     return {"marker": marker, "color": color, "markersize": 6, "linewidth": 1, "elinewidth": 0.6}
 
 
-def _lines(arms: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def _lines(arms: list[ArmResults]) -> dict[str, list[ArmResults]]:
     """Group arms that differ only in the dial, by name: the rule and the settings not shared by all of its groups."""
-    forms: dict[str, dict[tuple[tuple[str, Any], ...], list[dict[str, Any]]]] = {}
+    forms: dict[str, dict[tuple[tuple[str, Any], ...], list[ArmResults]]] = {}
     for arm in arms:
-        if arm["rule"] not in (TARGET_ONLY, DRAFT_ONLY):
-            combined = any(isinstance(value, dict) for value in arm["params"].values())
-            params = {} if combined else {name: of for name, of in arm["params"].items() if name != arm["dial"]}
-            settings = {**params, "K": arm["num_draft_tokens"], "drafter": arm["drafter"]}
+        if arm.rule not in (TARGET_ONLY, DRAFT_ONLY):
+            combined = any(isinstance(value, dict) for value in arm.params.values())
+            params = {} if combined else {name: of for name, of in arm.params.items() if name != arm.dial}
+            settings = {**params, "K": arm.num_draft_tokens, "drafter": arm.drafter}
             form = tuple((name, str(value)) for name, value in settings.items() if value not in (None, ""))
-            rule = arm["spec_without_dial"] if combined else arm["rule"]
-            forms.setdefault(rule, {}).setdefault(form, []).append(arm)
+            rule = arm.spec_without_dial if combined else arm.rule
+            forms.setdefault(str(rule), {}).setdefault(form, []).append(arm)
     named = {}
     for rule, of_rule in forms.items():
         common = set.intersection(*map(set, of_rule))
@@ -176,15 +177,16 @@ def _lines(arms: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return named
 
 
-def _panel(axes: Any, lines: dict[str, list[dict[str, Any]]], x: str, label: str) -> None:
+def _panel(axes: Any, lines: dict[str, list[ArmResults]], x: str, label: str) -> None:
     for index, (name, its) in enumerate(lines.items()):
-        points = sorted((arm for arm in its if arm[x]), key=lambda arm: arm[x])
+        points = sorted((arm for arm in its if getattr(arm, x)), key=attrgetter(x))
         if not points:
             continue
-        accuracy = [100 * arm["accuracy"] for arm in points]
-        low = [100 * (arm["accuracy"] - arm["accuracy_ci95"][0]) for arm in points]
-        high = [100 * (arm["accuracy_ci95"][1] - arm["accuracy"]) for arm in points]
-        strict = {"color": "black", "markersize": 9} if points[0]["rule"] == LOSSLESS else {}
-        axes.errorbar([arm[x] for arm in points], accuracy, yerr=[low, high], label=name, **(_style(index) | strict))
+        solved = [(arm.accuracy or 0.0, arm.accuracy_ci95 or [0.0, 0.0]) for arm in points]
+        bars = [[100 * (share - low) for share, (low, _) in solved],
+                [100 * (high - share) for share, (_, high) in solved]]  # fmt: skip
+        strict = {"color": "black", "markersize": 9} if points[0].rule == LOSSLESS else {}
+        accuracy = [100 * share for share, _ in solved]
+        axes.errorbar([getattr(arm, x) for arm in points], accuracy, yerr=bars, label=name, **(_style(index) | strict))
     axes.set_xlabel(label)
     axes.grid(alpha=0.25)

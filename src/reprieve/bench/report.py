@@ -11,8 +11,10 @@ import jinja2
 from markupsafe import Markup
 
 from reprieve.bench import figures
+from reprieve.bench.arms import LOSSLESS
 from reprieve.bench.records import ProblemRecord, read_answers
-from reprieve.bench.results import common_rows
+from reprieve.bench.results import ArmResults, Results
+from reprieve.bench.summary import Rows, common_rows
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.errors import ReprieveError
 from reprieve.files import read_json, replace_file
@@ -34,12 +36,12 @@ def write_report(folders: Sequence[Path], path: Path, *, title: str = "") -> Pat
     certificates: list[Certificate] = []
     judged: list[dict[str, Any]] = []
     for folder in folders:
-        found = _run_in(folder)
-        runs += [_run_view(document, read_answers(folder)) for document in found]
+        results = Results.read(folder)
+        runs += [] if results is None else [_run_view(results, read_answers(folder))]
         its_certificates = _certificates_in(folder)
         certificates += its_certificates
         judged += [read_json(judgement, "the file") for judgement in sorted(folder.glob("judged-*.json"))]
-        if not found and not its_certificates:
+        if results is None and not its_certificates:
             raise ReprieveError(f"{str(folder)!r} holds neither a run (results.json) nor a certificate")
     if not folders:
         raise ReprieveError("a report needs at least one folder of a run or of certificates")
@@ -56,16 +58,6 @@ def write_report(folders: Sequence[Path], path: Path, *, title: str = "") -> Pat
     return path
 
 
-def _run_in(folder: Path) -> list[dict[str, Any]]:
-    """Return the results of the run in a folder, [] if it holds none."""
-    if not (folder / "results.json").is_file():
-        return []
-    document = read_json(folder / "results.json", "the file")
-    if not isinstance(document, dict) or document.get("schema") != 1 or not document.get("arms"):
-        raise ReprieveError(f"{str(folder)!r}: results.json has no arms, or is of another schema")
-    return [document]
-
-
 def _certificates_in(folder: Path) -> list[Certificate]:
     found = []
     for path in sorted(folder.glob("*.json")):
@@ -75,27 +67,22 @@ def _certificates_in(folder: Path) -> list[Certificate]:
     return found
 
 
-def _run_view(document: dict[str, Any], records: list[ProblemRecord]) -> dict[str, Any]:
-    arms, graded = document["arms"], document.get("graded", True)
-    rows = common_rows([arm["spec"] for arm in arms], records, document.get("num_trials", 1))
-    strict = next((arm["spec"] for arm in arms if arm["rule"] == "lossless"), None)
-    load, names = document.get("throughput", []), _names(arms)
+def _run_view(results: Results, records: list[ProblemRecord]) -> dict[str, Any]:
+    arms, load, names = results.arms, results.throughput, _names(results.arms)
+    rows = common_rows([arm.spec for arm in arms], records, results.config.num_trials)
+    strict = next((arm.spec for arm in arms if arm.rule == LOSSLESS), None)
     lengths = _round_lengths(arms, rows, names)
     longest = min(_LONGEST_ROUND, max((max(found) for found in lengths.values()), default=0))
-    num_answers = max(1, document["num_problems"] * document.get("num_trials", 1))
     times = {
-        names[arm["spec"]]: [1000 * arm["seconds_by_part"][part] / num_answers for part in PARTS]
+        names[arm.spec]: [1000 * arm.seconds_by_part.get(part, 0.0) / results.num_answers for part in PARTS]
         for arm in arms
-        if arm["spec"] != DRAFT_ONLY and not arm["rule"].startswith("direct:")
+        if arm.spec != DRAFT_ONLY and not arm.rule.startswith("direct:")
     }
-    lenient = [arm for arm in arms if arm["rule"] != "lossless" and arm.get("tokens_vs_lossless") is not None]
-    growth = {names[arm["spec"]]: arm["tokens_vs_lossless"] for arm in lenient}
+    growth = {names[arm.spec]: arm.tokens_vs_lossless for arm in arms if arm.rule != LOSSLESS}
     return {
-        "document": document,
-        "arms": arms,
-        "graded": graded,
-        "frontier": _drawn(figures.frontier(document)) if graded else None,
-        "throughput": load,
+        "results": results,
+        "config": results.config,
+        "frontier": _drawn(figures.frontier(results)) if results.graded else None,
         "load": _drawn(figures.throughput(load, names)) if load else None,
         "lengths": _drawn(figures.round_lengths(lengths, longest)) if lengths else None,
         "times": _drawn(figures.times(times, PARTS)),
@@ -108,34 +95,34 @@ def _drawn(figure: Any) -> Markup:
     return Markup(figures.as_svg(figure))
 
 
-def _names(arms: list[dict[str, Any]]) -> dict[str, str]:
+def _names(arms: list[ArmResults]) -> dict[str, str]:
     """Names of arms by label: without the paths of heads, unless only those tell two arms apart."""
-    short = [arm["short"] for arm in arms]
-    return {arm["spec"]: arm["short"] if short.count(arm["short"]) == 1 else arm["spec"] for arm in arms}
+    short = [arm.short for arm in arms]
+    return {arm.spec: arm.short if short.count(arm.short) == 1 else arm.spec for arm in arms}
 
 
-def _round_lengths(arms: list[dict[str, Any]], rows: Any, names: dict[str, str]) -> dict[str, list[int]]:
+def _round_lengths(arms: list[ArmResults], rows: Rows, names: dict[str, str]) -> dict[str, list[int]]:
     """Tokens that each round committed, by arm."""
     found = {}
     for arm in arms:
-        if arm["spec"] in (TARGET_ONLY, DRAFT_ONLY) or arm["num_draft_tokens"] is None:
+        if arm.spec in (TARGET_ONLY, DRAFT_ONLY) or arm.num_draft_tokens is None:
             continue
-        lengths = [length for trials in rows[arm["spec"]] for record in trials for length in record.round_lengths]
+        lengths = [length for trials in rows[arm.spec] for record in trials for length in record.round_lengths]
         if lengths:
-            found[names[arm["spec"]]] = lengths
+            found[names[arm.spec]] = lengths
     return found
 
 
-def _examples(arms: list[dict[str, Any]], rows: Any, strict: str) -> list[dict[str, Any]]:
+def _examples(arms: list[ArmResults], rows: Rows, strict: str) -> list[dict[str, Any]]:
     """Choose answers that lossless solved: right ones with the most rescues, then wrong ones with the fewest."""
     kept: list[tuple[str, ProblemRecord, ProblemRecord]] = []
     spoiled: list[tuple[str, ProblemRecord, ProblemRecord]] = []
     for arm in arms:
-        if not arm["num_rescued"] or arm["spec"] == strict:
+        if not arm.num_rescued or arm.spec == strict:
             continue
-        for relaxed, lossless in zip(rows[arm["spec"]], rows[strict], strict=True):
+        for relaxed, lossless in zip(rows[arm.spec], rows[strict], strict=True):
             if relaxed[0].num_rescued and lossless[0].correct:
-                (kept if relaxed[0].correct else spoiled).append((arm["short"], lossless[0], relaxed[0]))
+                (kept if relaxed[0].correct else spoiled).append((arm.short, lossless[0], relaxed[0]))
     kept.sort(key=lambda item: (-item[2].num_rescued, item[2].problem_id))
     spoiled.sort(key=lambda item: (item[2].num_rescued, item[2].problem_id))
     chosen: list[tuple[str, ProblemRecord, ProblemRecord]] = []

@@ -1,77 +1,171 @@
-"""From records to `results.json`: every number with its interval, its n and its conditions."""
+"""Records of `results.json`: every number with its interval, its n and its conditions."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from reprieve.bench.arms import LOSSLESS, Arm
 from reprieve.bench.engine import RunConfig
-from reprieve.bench.records import ProblemRecord
-from reprieve.bench.runner import Run
-from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
-from reprieve.files import replace_file
+from reprieve.bench.environment import Environment
+from reprieve.errors import ReprieveError
+from reprieve.files import read_json, record_from, replace_file
 from reprieve.settings import NumDraftTokens
-from reprieve.stats import bootstrap_interval, paired_difference, paired_pvalue, share_interval
-from reprieve.types import DecodingStats
 
-SCHEMA = 1
-_NUM_SHARES = 11
-_LARGEST = 1e9
-# Fields without a value for tasks without right answers.
-_QUALITY = (
-    "accuracy", "accuracy_ci95", "accuracy_vs_target", "accuracy_vs_lossless", "accuracy_vs_lossless_p", "net_drop",
-    "regression_rate", "regression_rate_ci95", "improvement_rate", "seconds_per_solved",
-)  # fmt: skip
-# Fields without a value when answers share a server's batches; see `throughput` for speed.
-_SPEED = (
-    "answers_per_second", "answers_vs_lossless", "answers_vs_lossless_ci95",
-    "tokens_per_second", "speedup_vs_target", "speedup_vs_target_ci95", "speedup_vs_lossless",
-    "speedup_vs_lossless_ci95", "seconds_per_solved",
-)  # fmt: skip
+SCHEMA = 2
+_FILE = "results.json"
+
+Interval = list[float]  # [low, high], 95%
+Difference = list[float]  # [difference, low, high], 95%, over the same problems
 
 
-def summarise(run: Run) -> dict[str, Any]:
-    """The results document (docs/reference/results.md describes every field).
+@dataclass(frozen=True, kw_only=True)
+class ArmResults:
+    """Results of one arm. docs/reference/results.md describes the fields.
 
-    Arms are compared on the problems that all of them finished, so that an interrupted run stays fair.
+    Quality is None for tasks without right answers, and speed where answers share a server's batches.
     """
-    rows = common_rows([arm.label for arm in run.arms], run.records, run.config.num_trials)
-    num_problems = len(next(iter(rows.values()), ()))
-    document: dict[str, Any] = {
-        "schema": SCHEMA,
-        **dataclasses.asdict(run.config),
-        **run.environment,
-        "complete": run.complete,
-        "num_draft_tokens": run.config.num_draft_tokens[0] if len(run.config.num_draft_tokens) == 1 else "by arm",
-        "num_problems": num_problems,
-        "graded": run.graded,
-        "arms": [_summarise_arm(arm, rows, run) for arm in run.arms] if num_problems else [],
-    }
-    for arm in document["arms"]:
-        if not run.graded:
-            arm.update(dict.fromkeys(_QUALITY))
-        if run.config.engine != "local":
-            arm.update(dict.fromkeys(_SPEED))
-    if num_problems and run.graded and run.config.engine == "local" and {DRAFT_ONLY, TARGET_ONLY} <= rows.keys():
-        document["random_allocation"] = _random_allocation(rows)
-        for arm in document["arms"]:
-            arm["accuracy_vs_allocation"] = _against_allocation(arm["spec"], rows)
-    return document
+
+    rule: str
+    name: str
+    spec: str  # the arm's label
+    short: str
+    params: dict[str, Any]
+    spec_without_dial: str | None
+    dial: str | None
+    drafter: str | None
+    num_draft_tokens: NumDraftTokens | None
+
+    num_problems: int
+    num_failed: int
+    num_rescued: int
+    num_truncated: int
+    num_unread: int
+
+    accuracy: float | None
+    accuracy_ci95: Interval | None
+    accuracy_vs_target: Difference | None = None
+    accuracy_vs_lossless: Difference | None
+    accuracy_vs_lossless_p: float | None
+    accuracy_vs_allocation: Difference | None = None
+    net_drop: Difference | None
+    regression_rate: float | None
+    regression_rate_ci95: Interval | None
+    improvement_rate: float | None
+
+    tokens_per_round: float | None
+    acceptance_rate: float | None
+    draft_share: float | None
+    sequence_bound: float | None
+    pruned_share: float
+    tokens_per_answer: float
+    tokens_vs_lossless: Difference
+    tokens_vs_lossless_p: float
+    truncated_vs_lossless: Difference
+    truncated_vs_lossless_p: float
+    rounds_per_answer: float | None
+    rounds_vs_lossless: Difference | None
+
+    tokens_per_second: float | None
+    speedup_vs_target: float | None = None
+    speedup_vs_target_ci95: Interval | None = None
+    speedup_vs_lossless: float | None
+    speedup_vs_lossless_ci95: Interval | None
+    answers_per_second: float | None
+    answers_vs_lossless: float | None
+    answers_vs_lossless_ci95: Interval | None
+    seconds_per_solved: float | None
+    seconds_by_part: dict[str, float]
 
 
-def write_results(document: dict[str, Any], folder: Path) -> Path:
-    """Write `results.json`; returns its path."""
-    path = folder / "results.json"
-    replace_file(path, json.dumps(document, indent=2) + "\n")
-    return path
+@dataclass(frozen=True)
+class Allocation:
+    """Sending a share of the problems to the draft alone: the baseline that every rule must beat."""
+
+    share_to_draft: float
+    accuracy: float
+    speedup_vs_target: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputResults:
+    """One arm's speed at one concurrency: medians over turns. Times are [p50, p95], in seconds."""
+
+    arm: str
+    concurrency: int
+    num_turns: int
+    num_requests: int
+    num_rescued: int
+    tokens_per_second: float
+    tokens_per_second_range: list[float]
+    tokens_per_step: float
+    vs_lossless: float | None = None
+    vs_lossless_ci95: Interval | None = None
+    first_s: list[float]
+    per_token_s: list[float]
+    pieces_s: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """Results of a run, and the conditions under which they were measured.
+
+    Args:
+        num_workers: answers in progress at once; above 1, the times of single answers mean little.
+        complete: whether all answers were made; False after an interruption.
+        graded: whether the task has right answers.
+        num_problems: the problems that every arm answered.
+    """
+
+    config: RunConfig
+    environment: Environment
+    num_workers: int
+    complete: bool
+    graded: bool
+    num_problems: int
+    arms: list[ArmResults]
+    random_allocation: list[Allocation] = field(default_factory=list)
+    throughput: list[ThroughputResults] = field(default_factory=list)
+
+    @property
+    def draft_length(self) -> NumDraftTokens:
+        """K; "by arm" if arms differ."""
+        lengths = self.config.num_draft_tokens
+        return lengths[0] if len(lengths) == 1 else "by arm"
+
+    @property
+    def num_answers(self) -> int:
+        """Answers of each arm."""
+        return self.num_problems * self.config.num_trials
+
+    def write(self, folder: Path) -> Path:
+        """Write `results.json`; returns its path."""
+        path = folder / _FILE
+        replace_file(path, json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2) + "\n")
+        return path
+
+    @classmethod
+    def read(cls, folder: Path) -> Results | None:
+        """Return the results in a folder, None if it holds none.
+
+        Raises:
+            ReprieveError: a `results.json` that cannot be read, or without arms.
+        """
+        path = folder / _FILE
+        if not path.is_file():
+            return None
+        values = read_json(path, "the file")
+        if not isinstance(values, dict) or values.get("schema") != SCHEMA:
+            raise ReprieveError(f"{str(path)!r} must be an object of schema {SCHEMA}")
+        try:
+            results = record_from(cls, values, signed=True)
+        except ValueError as error:
+            raise ReprieveError(f"{str(path)!r}: {error}") from None
+        if not results.arms:
+            raise ReprieveError(f"{str(path)!r} has no arms")
+        return results
 
 
 @dataclass(frozen=True)
@@ -92,213 +186,17 @@ class BestK:
         return f"{self.spec}@K={self.num_draft_tokens}"
 
 
-def best_ks(document: dict[str, Any]) -> list[BestK]:
-    """The fastest K of every rule in a results document that has several."""
+def best_ks(arms: Sequence[ArmResults], throughput: Sequence[ThroughputResults] = ()) -> list[BestK]:
+    """Return the fastest K of every rule; under load where that was measured."""
     speeds: dict[str, dict[NumDraftTokens, float]] = {}
-    loaded = {row["arm"]: row["tokens_per_second"] for row in document.get("throughput", ())}
-    for arm in document["arms"]:
-        speed = loaded.get(arm["spec"], arm["tokens_per_second"])
-        if arm["num_draft_tokens"] is not None and speed:
-            spec = arm["name"] + (f"@drafter={arm['drafter']}" if arm["drafter"] else "")
-            speeds.setdefault(spec, {})[arm["num_draft_tokens"]] = speed
+    loaded = {row.arm: row.tokens_per_second for row in throughput}
+    for arm in arms:
+        speed = loaded.get(arm.spec, arm.tokens_per_second)
+        if arm.num_draft_tokens is not None and speed:
+            spec = arm.name + (f"@drafter={arm.drafter}" if arm.drafter else "")
+            speeds.setdefault(spec, {})[arm.num_draft_tokens] = speed
     fastest = []
     for spec, by_k in speeds.items():
         best = max(by_k, key=by_k.__getitem__)
         fastest.append(BestK(spec, best, by_k[best], by_k))
     return fastest
-
-
-Problems = list[list[ProblemRecord]]  # of one arm: a list of trials per problem
-Rows = dict[str, Problems]  # by arm, the same problems for all
-Value = Callable[[ProblemRecord], float | bool]
-
-
-def common_rows(labels: Sequence[str], records: Sequence[ProblemRecord], num_trials: int = 1) -> Rows:
-    """The problems that every arm has answered in every trial, in one order."""
-    by_arm: dict[str, dict[str, dict[int, ProblemRecord]]] = {label: {} for label in labels}
-    for record in records:
-        if record.arm in by_arm:
-            by_arm[record.arm].setdefault(record.problem_id, {})[record.trial] = record
-    whole = [{name for name, trials in arm.items() if len(trials) == num_trials} for arm in by_arm.values()]
-    common = sorted(set.intersection(*whole)) if whole else []
-    return {
-        label: [[arm[name][trial] for trial in range(num_trials)] for name in common] for label, arm in by_arm.items()
-    }
-
-
-def column(problems: Problems, value: Value) -> np.ndarray:
-    """One number of every record, [n, trials]."""
-    return np.array([[value(record) for record in trials] for trials in problems], dtype=float)
-
-
-def _summarise_arm(arm: Arm, rows: Rows, run: Run) -> dict[str, Any]:
-    problems, lossless = rows[arm.label], rows[lossless_for(arm, run.arms)]
-    records = [record for trials in problems for record in trials]
-    correct = column(problems, lambda record: record.correct)
-    num_correct = int(correct.sum())
-    total = DecodingStats.total(records)
-    tokens, rounds, seconds = total.num_tokens, total.num_rounds, total.seconds
-    drafted, accepted, num_finished = total.num_drafted, total.num_accepted, sum(record.finished for record in records)
-    forwards = rounds and arm.name != DRAFT_ONLY  # of the target
-    return {
-        "rule": arm.rule_name,
-        "name": arm.name,
-        "spec": arm.label,
-        "short": arm.short_label,
-        "params": {} if arm.rule is None else arm.rule.params,
-        "spec_without_dial": None if arm.rule is None else arm.rule.spec_without_dial,
-        "dial": None if arm.rule is None or arm.rule.dial is None else arm.rule.dial.name,
-        "drafter": arm.drafter,
-        "num_draft_tokens": None if arm.rule is None else arm.num_draft_tokens,
-        "num_problems": len(problems),
-        "num_failed": sum(record.error is not None for record in records),
-        "accuracy": num_correct / len(records),
-        "accuracy_ci95": list(share_interval(correct)),
-        **_against_target(problems, rows.get(TARGET_ONLY)),
-        **_against_lossless(problems, lossless),
-        "tokens_per_round": tokens / rounds if forwards else None,
-        "acceptance_rate": accepted / drafted if drafted else None,
-        "draft_share": accepted / tokens if drafted and tokens else None,
-        "sequence_bound": _sequence_bound(arm, accepted / len(records), run.config),
-        "num_rescued": total.num_rescued,
-        "pruned_share": total.num_pruned / (drafted + total.num_pruned) if total.num_pruned else 0.0,
-        "tokens_per_second": tokens / seconds if seconds else None,
-        "tokens_per_answer": tokens / len(records),
-        "rounds_per_answer": rounds / len(records) if forwards else None,
-        "rounds_vs_lossless": _difference(problems, lossless, lambda r: r.num_rounds) if forwards else None,
-        "num_truncated": sum(record.cut_off for record in records),
-        "num_unread": sum(record.unread for record in records),
-        "answers_per_second": num_finished / seconds if seconds else None,
-        "seconds_per_solved": seconds / num_correct if num_correct else None,
-        "seconds_by_part": total.seconds_by_part,
-    }
-
-
-def _sequence_bound(arm: Arm, num_drafted: float, config: RunConfig) -> float | None:
-    """Return the rule's bound on an answer's divergence, at the mean number of accepted drafted tokens.
-
-    The bound assumes that drafted tokens are sampled from the distribution that the rule compares, so it is None for
-    greedy decoding, greedy drafts and drafters other than a draft model.
-    """
-    temperatures = [config.sampling.temperature, config.sampling.draft_temperature]
-    sampled = 0 not in temperatures and (arm.drafter or config.drafter) == "draft"
-    return arm.rule.sequence_bound(num_drafted) if arm.rule is not None and sampled else None
-
-
-def _against_target(problems: Problems, target: Problems | None) -> dict[str, Any]:
-    if target is None:
-        return {"accuracy_vs_target": None, "speedup_vs_target": None, "speedup_vs_target_ci95": None}
-    return {
-        "accuracy_vs_target": _difference(problems, target, lambda record: record.correct),
-        **_speedup("speedup_vs_target", _tokens(problems), _tokens(target)),
-    }
-
-
-def _against_lossless(problems: Problems, lossless: Problems) -> dict[str, Any]:
-    """Compare quality, length and speed with the lossless answers to the same problems."""
-    correct, lossless_correct = (column(arm, lambda record: record.correct) for arm in (problems, lossless))
-    regressed, improved = lossless_correct * (1 - correct), correct * (1 - lossless_correct)
-    difference, low, high = _difference(problems, lossless, lambda record: record.correct)
-    return {
-        **_tested("accuracy_vs_lossless", problems, lossless, lambda record: record.correct),
-        "net_drop": [-difference, -high, -low],
-        "regression_rate": float(regressed.mean()),
-        "regression_rate_ci95": list(share_interval(regressed)),
-        "improvement_rate": float(improved.mean()),
-        **_tested("tokens_vs_lossless", problems, lossless, lambda record: record.num_tokens),
-        **_tested("truncated_vs_lossless", problems, lossless, lambda record: record.cut_off),
-        **_speedup("speedup_vs_lossless", _tokens(problems), _tokens(lossless)),
-        # Longer answers lower this ratio, unlike that of tokens.
-        **_speedup("answers_vs_lossless", _finished(problems), _finished(lossless)),
-    }
-
-
-def _tested(name: str, problems: Problems, baseline: Problems, value: Value) -> dict[str, Any]:
-    """Return a paired difference under this name, and its p-value."""
-    difference = column(problems, value) - column(baseline, value)
-    return {name: _difference(problems, baseline, value), f"{name}_p": paired_pvalue(difference)}
-
-
-def _difference(problems: Problems, baseline: Problems, value: Value) -> list[float]:
-    """Return [difference, low, high]; zeros for an arm against itself."""
-    if problems is baseline:
-        return [0.0, 0.0, 0.0]
-    return _bounded(paired_difference(column(problems, value), column(baseline, value)))
-
-
-def _bounded(values: Sequence[float]) -> list[float]:
-    """Replace infinities by +-1e9, for JSON."""
-    return [max(-_LARGEST, min(_LARGEST, value)) for value in values]
-
-
-def _tokens(problems: Problems) -> np.ndarray:
-    """[n, 2]: tokens and seconds of each problem, all trials together."""
-    return np.stack([column(problems, lambda r: r.num_tokens).sum(1), column(problems, lambda r: r.seconds).sum(1)], 1)
-
-
-def _finished(problems: Problems) -> np.ndarray:
-    """[n, 2]: finished answers and seconds of each problem, all trials together."""
-    return np.stack([column(problems, lambda r: r.finished).sum(1), column(problems, lambda r: r.seconds).sum(1)], 1)
-
-
-def _speedup(name: str, amounts: np.ndarray, baseline: np.ndarray) -> dict[str, Any]:
-    """Return the ratio of two rates over the same problems under this name, and its bootstrap interval.
-
-    The ratio is None if it is undefined, the interval also for a single problem, whose bootstrap has no width.
-
-    Args:
-        amounts, baseline: amounts and seconds of each problem: [n, 2].
-    """
-
-    def ratio(index: Any) -> float:
-        (amount, seconds), (base_amount, base_seconds) = amounts[index].sum(0), baseline[index].sum(0)
-        if not seconds or not base_amount or not base_seconds:
-            return math.nan
-        return float((amount / seconds) / (base_amount / base_seconds))
-
-    whole = ratio(slice(None))
-    if math.isnan(whole):
-        return {name: None, f"{name}_ci95": None}
-    interval = list(bootstrap_interval(ratio, len(amounts), num_resamples=1000)) if len(amounts) > 1 else None
-    return {name: whole, f"{name}_ci95": interval}
-
-
-def lossless_for(arm: Arm, arms: Sequence[Arm]) -> str:
-    """The lossless arm of the same drafter and K, or else of the same K, or else the first one."""
-    strict = [other for other in arms if other.rule is not None and other.rule_name == LOSSLESS]
-    same = [other for other in strict if other.drafter == arm.drafter]
-    strict = same or strict
-    same_k = [other.label for other in strict if other.num_draft_tokens == arm.num_draft_tokens]
-    return (same_k or [other.label for other in strict])[0]
-
-
-def _against_allocation(label: str, rows: Rows) -> list[float]:
-    """Return [difference, low, high] in accuracy from random allocation between target and draft at the same speed."""
-    arm, target, draft = (_tokens(rows[name]).sum(0) for name in (label, TARGET_ONLY, DRAFT_ONLY))
-    if arm[1]:
-        # Each model's tokens minus the arm's in the same time: at equal speed, the mixture's surplus is zero.
-        above, below = (model[0] - arm[0] / arm[1] * model[1] for model in (draft, target))
-        share = min(max(below / (below - above), 0.0), 1.0) if below != above else 0.0
-    else:
-        share = 0.0
-    correct, strong, weak = (column(rows[name], lambda r: r.correct) for name in (label, TARGET_ONLY, DRAFT_ONLY))
-    return _bounded(paired_difference(correct, (1 - share) * strong + share * weak))
-
-
-def _random_allocation(rows: Rows) -> list[dict[str, float]]:
-    """Points for sending a share of the problems to the draft alone: the baseline that every rule must beat."""
-    target, draft = _tokens(rows[TARGET_ONLY]).sum(0), _tokens(rows[DRAFT_ONLY]).sum(0)
-    accuracies = [column(rows[label], lambda r: r.correct).mean() for label in (TARGET_ONLY, DRAFT_ONLY)]
-    line = []
-    for share in np.linspace(0, 1, _NUM_SHARES):
-        tokens, seconds = (1 - share) * target + share * draft
-        if not tokens or not target[0]:
-            continue
-        line.append(
-            {
-                "share_to_draft": float(share),
-                "accuracy": float((1 - share) * accuracies[0] + share * accuracies[1]),
-                "speedup_vs_target": float((tokens / seconds) / (target[0] / target[1])),
-            }
-        )
-    return line

@@ -1,23 +1,16 @@
-"""Run every arm on every problem, interleaved, resumable; and the environment that results record."""
+"""Run every arm on every problem, interleaved, resumable."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import platform
-import subprocess
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-import torch
-
-import reprieve
 from reprieve.bench.arms import Arm
 from reprieve.bench.engine import Engine, Job, RunConfig
+from reprieve.bench.environment import Environment
 from reprieve.bench.records import ProblemRecord, RecordFile, claim_run
 from reprieve.errors import EngineError, ReprieveError, SpecError
 from reprieve.heads.loading import name_problems, seen_problems
@@ -34,8 +27,9 @@ class Run:
     config: RunConfig
     arms: list[Arm]
     records: list[ProblemRecord]
-    environment: dict[str, Any]
+    environment: Environment
     complete: bool
+    num_workers: int = 1
     graded: bool = True  # whether the task has right answers; else only a judge tells arms apart
     problems: Sequence[TaskProblem] = ()
 
@@ -158,56 +152,13 @@ def run_arms(
     runner = Runner(config, arms, engine, task, folder)
     begun()
     complete = runner.measure(progress=progress)
-    about = {**environment(), "num_workers": engine.num_parallel}
-    graded = getattr(task, "graded", True)
-    return Run(config, list(arms), runner.records, about, complete, graded=graded, problems=runner.problems)
-
-
-def environment() -> dict[str, Any]:
-    """Commit, versions and machine, as results record them."""
-    return {"commit": commit(), "versions": versions(), "machine": machine()}
-
-
-def versions() -> dict[str, str]:
-    """Versions of what a result can depend on."""
-    packages = {name: metadata.version(name) for name in ("torch", "transformers", "tokenizers", "numpy")}
-    return {"python": platform.python_version(), "reprieve": reprieve.__version__, **packages}
-
-
-def machine() -> dict[str, Any]:
-    """Processor, cores, threads and GPUs."""
-    return {
-        "platform": platform.platform(terse=True),
-        "processor": _processor(),
-        "num_cpus": os.cpu_count(),
-        "num_threads": torch.get_num_threads(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-    }
-
-
-def commit() -> str | None:
-    """The commit of the source checkout this package runs from, "-dirty" where files differ; None outside one."""
-    root = Path(__file__).resolve().parents[3]
-    if not (root / ".git").exists():
-        return None
-    try:
-        output = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return output.stdout.strip()
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return Run(
+        config,
+        list(arms),
+        runner.records,
+        Environment.here(),
+        complete,
+        num_workers=engine.num_parallel,
+        graded=getattr(task, "graded", True),
+        problems=runner.problems,
+    )

@@ -15,9 +15,10 @@ import numpy as np
 from reprieve.backends.settings import LOCAL
 from reprieve.bench.arms import LOSSLESS, RERUN, Arm, make_arm, rule_of
 from reprieve.bench.engine import Engine, RunConfig
-from reprieve.bench.results import column, common_rows
-from reprieve.bench.runner import Runner, environment
+from reprieve.bench.environment import Environment
+from reprieve.bench.runner import Runner
 from reprieve.bench.settings import RunSettings
+from reprieve.bench.summary import column, common_rows
 from reprieve.bundles import BUNDLED_HEADS
 from reprieve.certify.fixed_sequence import (
     Lengths,
@@ -300,7 +301,7 @@ class _Measured:
                 "tokens_per_round": self.held_step.tokens_per_round,
                 **_plain(evidence),
             },
-            made_with={"command": self.calibration.config.command, **environment()},
+            made_with={"command": self.calibration.config.command, **dataclasses.asdict(Environment.here())},
         )
 
     def _statement(self) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,7 @@ from reprieve.settings import AUTO, NumDraftTokens, PairSettings
 if TYPE_CHECKING:
     from reprieve.bench.arms import Arm
     from reprieve.bench.engine import Engine
+    from reprieve.bench.results import Results, ThroughputResults
     from reprieve.bench.runner import Run
     from reprieve.tasks import Task
     from reprieve.tasks.chat import Chat
@@ -159,8 +161,8 @@ def compare(
         SpecError: speed under load is requested from an engine that is not a server.
     """
     from reprieve.bench.engine import RunConfig
-    from reprieve.bench.results import summarise
     from reprieve.bench.runner import run_arms
+    from reprieve.bench.summary import summarise
     from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 
     if speed.concurrency and (engine.local or engine.batched):
@@ -173,54 +175,52 @@ def compare(
         keep = partial(command.keep_config, out)
         with screen.progress(f"{len(arms)} arms", "answers") as progress:
             run = run_arms(config, arms, running, task, out, begun=keep, progress=progress)
-        document = summarise(run)
+        results = summarise(run)
         if speed.concurrency and run.complete:
-            document["throughput"] = _under_load(running, run, task, speed, out)
-    return _report(run, document, engine, out, num_workers=num_workers), run
+            results = dataclasses.replace(results, throughput=_under_load(running, run, task, speed, out))
+    return _report(run, results, engine, out, num_workers=num_workers), run
 
 
-def _report(run: Run, document: dict[str, Any], engine: EngineSettings, out: Path, *, num_workers: int) -> int:
+def _report(run: Run, results: Results, engine: EngineSettings, out: Path, *, num_workers: int) -> int:
     """Write and show what was measured; returns the exit status."""
     from reprieve.bench.figures import draw_frontier
-    from reprieve.bench.results import best_ks, write_results
+    from reprieve.bench.results import best_ks
 
-    fastest = best_ks(document)
-    if document["arms"]:
-        document["fastest"] = [asdict(best) for best in fastest]
-    write_results(document, out)
-    if not document["arms"]:
+    results.write(out)
+    if not results.arms:
         screen.warn(f"interrupted before every arm had answered a problem; records kept in {out}")
         return 130
-    show_results(document)
-    if unread := next((record for record in run.records if record.unread and document["graded"]), None):
+    show_results(results)
+    if unread := next((record for record in run.records if record.unread and results.graded), None):
         screen.say(
             f"a response without a recognised answer ({unread.arm}, {unread.problem_id}) ends: {unread.text[-200:]!r}"
         )
-    show_throughput(document)
+    show_throughput(results.throughput)
+    fastest = best_ks(results.arms, results.throughput)
     for best in fastest:
         if len(best.by_k) > 1:
             speeds = ", ".join(f"{k}: {speed:.0f}" for k, speed in best.by_k.items())
             screen.say(f"fastest: --arm {best.arm}   (tokens/s by K: {speeds})")
-    if document["num_problems"] < _FEW and any(len(best.by_k) > 1 for best in fastest):
-        n = document["num_problems"]
+    n = results.num_problems
+    if n < _FEW and any(len(best.by_k) > 1 for best in fastest):
         problems = f"{n} problem{'s' * (n > 1)}"
         screen.say(f"{problems} cannot tell such speeds apart; measure again with --limit {_FEW} or more")
     screen.say(f"results: {out / 'results.json'}")
-    if not engine.local and "throughput" not in document:
+    if not engine.local and not results.throughput:
         how = "--engine local" if engine.batched else "--concurrency"
         screen.warn(f"no speeds, because answers shared batches: `reprieve bench {how}` measures them")
     if num_workers > 1:
         screen.warn(f"{num_workers} processes shared this machine: measure speeds with --workers 1")
-    if not document["graded"]:
+    if not results.graded:
         screen.say("This task has no right answers: --judge openai:model=NAME,url=ADDRESS compares the texts.")
     elif find_spec("matplotlib"):
-        screen.say(f"figure: {draw_frontier(document, out)[0]}")
+        screen.say(f"figure: {draw_frontier(results, out)[0]}")
     else:
         screen.say(f"matplotlib is not installed; skipping the figure: {install_command('evidence')}")
     if not run.complete:
         screen.warn("interrupted: the table holds what was finished; run again to resume")
         return 130
-    return 1 if any(arm["num_failed"] for arm in document["arms"]) else 0
+    return 1 if any(arm.num_failed for arm in results.arms) else 0
 
 
 def _show_verdicts(run: Run, chat: Chat, settings: VerdictSettings, out: Path) -> None:
@@ -252,7 +252,7 @@ def _verdict_words(arm: dict[str, Any]) -> str:
     )
 
 
-def _under_load(engine: Engine, run: Run, task: Task, speed: SpeedSettings, out: Path) -> list[dict[str, Any]]:
+def _under_load(engine: Engine, run: Run, task: Task, speed: SpeedSettings, out: Path) -> list[ThroughputResults]:
     """Tokens per second of a run's arms at each concurrency."""
     from reprieve.backends.served import ServedEngine
     from reprieve.backends.throughput import measure_throughput

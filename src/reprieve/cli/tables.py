@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from reprieve.cli.screen import MOST_CUT_OFF, console, warn
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from reprieve.bench.results import ArmResults, Results, ThroughputResults
+
 _MOST_UNREAD = 0.03  # of the answers
 
 
-def results_table(document: dict[str, Any], *, width: int) -> Table:
-    """Return the arms of a results document, one row each, with as many columns as the width allows."""
+def results_table(results: Results, *, width: int) -> Table:
+    """Return the arms of a run, one row each, with as many columns as the width allows."""
     title = (
-        f"{document['task']}, {document['split']} split, n = {document['num_problems']}; "
-        f"K = {document['num_draft_tokens']}; brackets are 95% intervals"
+        f"{results.config.task}, {results.config.split} split, n = {results.num_problems}; "
+        f"K = {results.draft_length}; brackets are 95% intervals"
     )
-    return _table(title, [_row(arm) for arm in document["arms"]], [_short_row(arm) for arm in document["arms"]], width)
+    return _table(title, [_row(arm) for arm in results.arms], [_short_row(arm) for arm in results.arms], width)
 
 
 def _table(title: str, full: list[dict[str, str]], short: list[dict[str, str]], width: int) -> Table:
@@ -71,28 +74,27 @@ def _parts(spec: str) -> list[str]:
     return re.split(r"(?<=[,:|&])|(?=@)", spec)
 
 
-def show_results(document: dict[str, Any]) -> None:
-    """Print the table of a results document, as wide as there is room."""
+def show_results(results: Results) -> None:
+    """Print the table of results, as wide as there is room."""
     terminal = console()
-    terminal.print(results_table(document, width=terminal.width))
-    answers = document["num_problems"] * document.get("num_trials", 1)
-    if cut := _shares_above(document["arms"], "num_truncated", answers, MOST_CUT_OFF):
+    terminal.print(results_table(results, width=terminal.width))
+    if cut := _shares_above(results, "num_truncated", MOST_CUT_OFF):
         warn(f"ANSWERS CUT OFF: {cut}. What was cut off counts as wrong: raise --max-new-tokens")
-    if document["graded"] and (unread := _shares_above(document["arms"], "num_unread", answers, _MOST_UNREAD)):
+    if results.graded and (unread := _shares_above(results, "num_unread", _MOST_UNREAD)):
         warn(f"ANSWERS NOT READ: {unread}. They count as wrong: check the grader and the prompt")
-    if document["graded"] and not any(arm["accuracy"] for arm in document["arms"]):
+    if results.graded and not any(arm.accuracy for arm in results.arms):
         warn("NOTHING SOLVED by any arm: check the prompt format (template, --chat-template) and the grader")
 
 
-def _shares_above(arms: list[dict[str, Any]], count: str, num_answers: int, most: float) -> str:
+def _shares_above(results: Results, count: str, most: float) -> str:
     """Name the arms in which a count is more than this share of the answers, with their shares."""
-    shares = {arm["spec"]: arm[count] / num_answers for arm in arms if num_answers}
+    shares = {arm.spec: getattr(arm, count) / results.num_answers for arm in results.arms}
     return ", ".join(f"{share:.0%} of {name}" for name, share in shares.items() if share > most)
 
 
-def show_throughput(document: dict[str, Any]) -> None:
+def show_throughput(rows: Sequence[ThroughputResults]) -> None:
     """Print speeds under load, where they were measured."""
-    if not (rows := document.get("throughput")):
+    if not rows:
         return
     terminal = console()
     full = [_loaded_row(row) for row in rows]
@@ -103,59 +105,59 @@ def show_throughput(document: dict[str, Any]) -> None:
 _LOADED = ("arm", "at\nonce", "tokens/s", "first token,\nms", "over lossless")  # of a narrow table
 
 
-def _loaded_row(row: dict[str, Any]) -> dict[str, str]:
-    ratio = "-" if row["vs_lossless"] is None else f"{row['vs_lossless']:.2f}x"
-    times = [f"{1000 * row[name][0]:.0f} (p95 {1000 * row[name][1]:.0f})" for name in ("first_s", "per_token_s")]
+def _loaded_row(row: ThroughputResults) -> dict[str, str]:
+    ratio = "-" if row.vs_lossless is None else f"{row.vs_lossless:.2f}x"
+    times = [f"{1000 * p50:.0f} (p95 {1000 * p95:.0f})" for p50, p95 in (row.first_s, row.per_token_s)]
     return {
-        "arm": row["arm"],
-        "at\nonce": str(row["concurrency"]),
-        "tokens/s": f"{row['tokens_per_second']:.0f}",
-        "over lossless": f"{ratio} {_interval(row['vs_lossless_ci95'], 1, 2)}",
-        "tokens/\nstep": f"{row['tokens_per_step']:.2f}",
+        "arm": row.arm,
+        "at\nonce": str(row.concurrency),
+        "tokens/s": f"{row.tokens_per_second:.0f}",
+        "over lossless": f"{ratio} {_interval(row.vs_lossless_ci95, 1, 2)}",
+        "tokens/\nstep": f"{row.tokens_per_step:.2f}",
         "first token,\nms": times[0],
         "per token,\nms": times[1],
     }
 
 
-def _short_row(arm: dict[str, Any]) -> dict[str, str]:
+def _short_row(arm: ArmResults) -> dict[str, str]:
     """The columns of a narrow table; intervals of shares in whole points."""
     quality = _quality(arm, digits=0)
     return {
-        "arm": arm["spec"],
+        "arm": arm.spec,
         "solved, %": quality["solved, %"],
         "points vs\nlossless": quality["vs lossless"],
-        "tokens/\nround": _number(arm["tokens_per_round"], ".2f"),
+        "tokens/\nround": _number(arm.tokens_per_round, ".2f"),
         "speedup\nvs target": _speedup(arm, "speedup_vs_target"),
     }
 
 
-def _row(arm: dict[str, Any]) -> dict[str, str]:
+def _row(arm: ArmResults) -> dict[str, str]:
     return {
-        "arm": arm["spec"],
+        "arm": arm.spec,
         **_quality(arm),
-        "tokens/round": _number(arm["tokens_per_round"], ".2f"),
-        "accepted": _number(arm["acceptance_rate"], ".0%"),
-        "rescued": str(arm["num_rescued"]),
+        "tokens/round": _number(arm.tokens_per_round, ".2f"),
+        "accepted": _number(arm.acceptance_rate, ".0%"),
+        "rescued": str(arm.num_rescued),
         "speedup vs target": _speedup(arm, "speedup_vs_target"),
         "vs lossless ": _speedup(arm, "speedup_vs_lossless"),
-        "tokens/\nanswer": _number(arm["tokens_per_answer"], ".0f"),
-        "rounds/\nanswer": _number(arm["rounds_per_answer"], ".1f"),
+        "tokens/\nanswer": _number(arm.tokens_per_answer, ".0f"),
+        "rounds/\nanswer": _number(arm.rounds_per_answer, ".1f"),
         "answers/s vs lossless": _speedup(arm, "answers_vs_lossless"),
-        "cut off": str(arm["num_truncated"]),
-        "unread": "-" if arm["accuracy"] is None else str(arm["num_unread"]),
+        "cut off": str(arm.num_truncated),
+        "unread": "-" if arm.accuracy is None else str(arm.num_unread),
     }
 
 
-def _speedup(arm: dict[str, Any], name: str) -> str:
-    return "-" if arm[name] is None else f"{arm[name]:.2f}x {_interval(arm[f'{name}_ci95'], 1, 2)}"
+def _speedup(arm: ArmResults, name: str) -> str:
+    ratio = getattr(arm, name)
+    return "-" if ratio is None else f"{ratio:.2f}x {_interval(getattr(arm, f'{name}_ci95'), 1, 2)}"
 
 
-def _quality(arm: dict[str, Any], *, digits: int = 1) -> dict[str, str]:
-    if arm["accuracy"] is None:
+def _quality(arm: ArmResults, *, digits: int = 1) -> dict[str, str]:
+    if arm.accuracy is None or (difference := arm.accuracy_vs_lossless) is None:
         return {"solved, %": "-", "vs lossless": "-"}
-    difference = arm["accuracy_vs_lossless"]
     return {
-        "solved, %": f"{100 * arm['accuracy']:.1f} {_interval(arm['accuracy_ci95'], 100, digits)}",
+        "solved, %": f"{100 * arm.accuracy:.1f} {_interval(arm.accuracy_ci95, 100, digits)}",
         "vs lossless": f"{100 * difference[0]:+.1f} {_interval(difference[1:], 100, digits)}",
     }
 
