@@ -96,6 +96,8 @@ class Runner:
         try:
             jobs = self._missing(chosen)
             total = len(chosen) * len(self.problems) * self.config.num_trials
+            if jobs:
+                progress(total - len(jobs), total)
             answers = self.engine.answer(self.config, self.task, chosen, self.problems, jobs) if jobs else iter(())
             for number, record in enumerate(answers, start=total - len(jobs) + 1):
                 self.file.append(record)

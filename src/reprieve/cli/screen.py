@@ -6,6 +6,7 @@ import contextlib
 import os
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -86,7 +87,7 @@ def confirm(question: str) -> bool:
 def progress(title: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
     """Yield a callback, given how many are done of how many, that moves a bar on stderr.
 
-    Where there is no terminal, it prints a line at most once a minute instead.
+    Where there is no terminal, it prints a line a minute instead, and one at the end.
 
     Args:
         unit: what is counted, if not the title.
@@ -105,21 +106,31 @@ def progress(title: str, unit: str = "") -> Iterator[Callable[[int, int], None]]
     bar = Progress(
         TextColumn(title), BarColumn(), MofNCompleteColumn(), *times, console=terminal, disable=not terminal.is_terminal
     )
-    task = bar.add_task("", total=None)
-    printed = time.monotonic()
+    bar.add_task("", total=None)
+    [task] = bar.tasks
+    started, ended = time.monotonic(), threading.Event()
+
+    def show() -> None:
+        of = "" if task.total is None else f" of {task.total:.0f}"
+        left = f", about {task.time_remaining:.0f} s left" if task.time_remaining else ""
+        terminal.print(f"{task.completed:.0f}{of} {unit or title} after {time.monotonic() - started:.0f} s{left}")
+
+    def show_each_minute() -> None:
+        while not ended.wait(_REPORT_SECONDS):
+            show()
 
     def report(done: int, total: int) -> None:
-        nonlocal printed
-        bar.update(task, completed=done, total=total)
-        if terminal.is_terminal:
-            return
-        if done == total or time.monotonic() - printed >= _REPORT_SECONDS:
-            printed = time.monotonic()
-            left = bar.tasks[0].time_remaining
-            terminal.print(f"{done} of {total} {unit or title}" + (f", about {left:.0f} s left" if left else ""))
+        bar.update(task.id, completed=done, total=total)
+        if not terminal.is_terminal and done == total:
+            show()
 
     with bar:
-        yield report
+        if not terminal.is_terminal:
+            threading.Thread(target=show_each_minute, daemon=True).start()
+        try:
+            yield report
+        finally:
+            ended.set()
 
 
 def load_pair_and_task(

@@ -65,6 +65,8 @@ def mine_problems(
     waiting = [problem for problem in problems if problem.problem_id not in store.done()]
     report.num_skipped = len(problems) - len(waiting)
     shared = iter(waiting)
+    if waiting:
+        progress(report.num_skipped, len(problems))
 
     async def work() -> None:
         for problem in shared:
@@ -121,6 +123,7 @@ def mine_in_processes(
         for connection in connections:
             store = LabelStore(folder, _receive(connection))
             connection.send(store.done())
+        progress(len(store.done()), settings.limit)
         open_connections = set(connections)
         while open_connections:
             ready = wait(list(open_connections))
