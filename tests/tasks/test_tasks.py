@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 
 import pytest
@@ -135,6 +136,19 @@ def test_bad_tasks_and_files_are_named(tmp_path):
     ):
         with pytest.raises(SpecError, match=says):
             load_task(spec)
+
+
+def test_one_file_of_gsm8k_is_divided_into_splits_that_share_no_problem(tmp_path):
+    rows = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(200)]
+    path = tmp_path / "all.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    task = load_task(f"gsm8k:path={path},shots=8")
+    found = {split: {p.question for p in task.problems(split, 200)} for split in task.splits}
+    assert len(found["all"]) == 200 and min(map(len, found.values())) > 20
+    assert not found["train"] & found["test"] and not found["validation"] & (found["train"] | found["test"])
+    prompt = task.problems("test", 1)[0].prompt
+    shown = re.findall("Problem: (.*)", prompt)
+    assert len(shown) == 9 and set(shown[:-1]) <= found["train"], "worked examples are training problems"
 
 
 def test_gsm8k_validation_problems_come_from_the_training_file(tmp_path):

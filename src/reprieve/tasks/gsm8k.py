@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from reprieve.errors import SpecError
+from reprieve.settings import MAX_PROBLEMS
 from reprieve.tasks.base import TaskProblem, register_task
 from reprieve.tasks.graders import Grader, NumberGrader
 from reprieve.tasks.table import ALL, TableTask, UnreadReferenceError, text_of
@@ -24,6 +25,7 @@ class Gsm8kTask(TableTask):
 
     The data has no validation split. A fifth of the training problems, chosen by a hash of the question, is the
     validation split, and the others are the train split. If a validation file exists, each split is read from its file.
+    A single file is divided as for `TableTask`.
 
     Args:
         path: a JSONL file with `question` and `answer`; `{split}` in it stands for train, test, or validation where
@@ -70,7 +72,7 @@ class Gsm8kTask(TableTask):
     def wrap(self, question: str) -> str:
         worked = ""
         if self.shots:
-            others = [row for row in self.of_own_split("train")[: self.shots + 1] if row.question != question]
+            others = [row for row in self._training_rows()[: self.shots + 1] if row.question != question]
             for other in others[: self.shots]:
                 worked += f"Problem: {other.question}\nSolution: {_worked(other.reference)}\n\n"
         return f"{self._context(question)}{_INSTRUCTION}{worked}Problem: {question.strip()}\nSolution:"
@@ -79,15 +81,22 @@ class Gsm8kTask(TableTask):
         """Return other questions as distracting context."""
         if not self.context:
             return ""
-        others = [row.question for row in self.of_own_split("train") if row.question != question]
+        others = [row.question for row in self._training_rows() if row.question != question]
         if len(others) < self.context:
             raise SpecError(f"context must be at most the {len(others)} other training questions, got {self.context}")
         chosen = random.Random(question).sample(others, self.context)  # seeded by the text
         return "".join(f"Problem: {other.strip()}\n\n" for other in chosen)
 
+    def _training_rows(self) -> list[TaskProblem]:
+        """Return the data's own training split; of a single file, its share for training."""
+        own, _ = self.portions()["train"]
+        return self.of_own_split(own) if own else super().problems("train", MAX_PROBLEMS)
+
     def portions(self) -> dict[str, tuple[str, range]]:
         path = self.path or ""
-        if "{split}" in path and Path(path.replace("{split}", "validation")).is_file():
+        if path and "{split}" not in path:
+            return super().portions()
+        if path and Path(path.replace("{split}", "validation")).is_file():
             return {split: (split, ALL) for split in ("train", "validation", "test")}
         return {"train": ("train", range(20, 100)), "validation": ("train", range(20)), "test": ("test", ALL)}
 
