@@ -124,7 +124,8 @@ def test_malformed_choices_are_refused(tmp_path):
     assert load_task(f"mmlu_pro:path={path}").problems("all", 1)[0].reference == "B"
     for change in ({"answer": "AB"}, {"answer": "C"}, {"options": ["red", ""]}, {"options": ["red", None]}):
         path.write_text(json.dumps({**row, **change}) + "\n")
-        with pytest.raises(ReprieveError, match=r"task mmlu_pro: .*line 1: "):
+        wrong = "options must be" if "options" in change else "the right choice must be"
+        with pytest.raises(ReprieveError, match=rf"task mmlu_pro: .*line 1: {wrong}"):
             load_task(f"mmlu_pro:path={path}").problems("all", 1)
     row = {"Question": "Which?", "Correct Answer": "1", **{f"Incorrect Answer {i}": str(i) for i in (1, 2, 3)}}
     path.write_text(json.dumps(row) + "\n")

@@ -132,6 +132,7 @@ class ChoiceTask(TableTask):
 
     length: int = 256
 
+    column: ClassVar[str] = "choices"  # of a row, with the texts to choose from
     grader: Grader = field(default=ChoiceGrader(), init=False, repr=False)
 
     def _problem(self, question: str, choices: Any, right: Any, where: str) -> TaskProblem:
@@ -146,7 +147,7 @@ class ChoiceTask(TableTask):
         """
         listed = isinstance(choices, list) and 2 <= len(choices) <= len(_LETTERS)
         if not listed or not all(isinstance(item, str | int | float) and str(item).strip() for item in choices):
-            raise ReprieveError(f"task {self.name}: {where}: choices must be 2 to 26 texts, got {choices!r}")
+            raise ReprieveError(f"task {self.name}: {where}: {self.column} must be 2 to 26 texts, got {choices!r}")
         letters = tuple(_LETTERS[: len(choices)])
         by_number = isinstance(right, int) and not isinstance(right, bool) and 0 <= right < len(letters)
         letter = letters[right] if by_number else str(right).strip().upper()
@@ -171,7 +172,7 @@ class MmluTask(ChoiceTask):
     def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
         right = row.get("answer")
         right = int(right) if isinstance(right, str) and right.isdecimal() else right
-        return self._problem(text_of(row, "question", where), row.get("choices"), right, where)
+        return self._problem(text_of(row, "question", where), row.get(self.column), right, where)
 
 
 @register_task
@@ -181,11 +182,12 @@ class MmluProTask(ChoiceTask):
 
     length: int = 1024
 
+    column: ClassVar[str] = "options"
     hub: ClassVar[Any] = ("TIGER-Lab/MMLU-Pro", None, {"test": "test", "validation": "validation"})
     name: str = field(default="mmlu_pro", init=False)
 
     def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
-        return self._problem(text_of(row, "question", where), row.get("options"), row.get("answer"), where)
+        return self._problem(text_of(row, "question", where), row.get(self.column), row.get("answer"), where)
 
 
 @register_task
