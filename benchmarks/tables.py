@@ -338,7 +338,8 @@ def trimmed(document: Mapping[str, Any]) -> dict[str, Any]:
         return {field: document[field] for field in (*_KEPT, "parts") if field in document}
     if "made_with" in document:  # a certificate
         parts = {name: {**document[name], "problems": None} for name in ("calibration", "held_out")}
-        return {**document, **parts, "command": document["made_with"]["command"]}
+        whole = {**document, **parts, "command": document["made_with"]["command"]}
+        return {name: value for name, value in whole.items() if name not in ("kind", "sha256")}  # valid only whole
     if "arms" not in document:
         return dict(document)
     if "config" in document:  # of `reprieve bench`: one level is enough here

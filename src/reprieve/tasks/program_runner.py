@@ -85,6 +85,8 @@ def give_up(own_files: int, cpu_s: int, file_bytes: int, memory_bytes: int) -> N
 def _filter_calls(libc: Any, own_files: int) -> None:
     """Install a seccomp filter against the calls above, prlimit64 on others, non-local sockets and user namespaces.
 
+    Both mechanisms need it: bubblewrap accepts compiled filters only, and sandlock denies calls by name alone.
+
     Raises:
         OSError: the kernel rejects the filter, or the processor's architecture is not supported.
     """
