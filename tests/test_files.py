@@ -36,7 +36,7 @@ def test_broken_json_is_refused_with_a_reason(name, tmp_path):
 def test_reading_a_special_file_is_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "pipe.json")
     for path in (tmp_path / "pipe.json", tmp_path, "/dev/zero"):
-        with pytest.raises(ReprieveError, match="it is no plain file"):
+        with pytest.raises(ReprieveError, match="it is not a regular file"):
             read_json(path, "the file")
     with pytest.raises(ReprieveError, match="No such file"):
         read_json(tmp_path / "none", "the file")
@@ -94,7 +94,7 @@ def test_special_files_are_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     for name in ("pipe", "folder"):
-        with pytest.raises(ReprieveError, match=f"{name}' cannot be written: it is no plain file"):
+        with pytest.raises(ReprieveError, match=f"{name}' cannot be written: it is not a regular file"):
             replace_file(tmp_path / name, "x")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "pipe"]
 
@@ -127,8 +127,8 @@ def test_special_files_are_not_replaced(tmp_path):
             "certify --rule margin --max-drop 0.03 --held-out-limit 1000000000000",
             "held_out_limit must be in [1, 10000000]",
         ),
-        ("generate x --out /dev/full", "'/dev/full' cannot be written: it is no plain file"),
-        ("bench --arm margin --limit 1 --out /proc/x", "--out '/proc/x' cannot be made"),
+        ("generate x --out /dev/full", "'/dev/full' cannot be written: it is not a regular file"),
+        ("bench --arm margin --limit 1 --out /proc/x", "--out '/proc/x' cannot be created"),
     ],
 )
 def test_options_out_of_range_are_named_before_any_work(arguments, says, tmp_path, capsys, monkeypatch):

@@ -38,7 +38,7 @@ def replace_file(path: Path, content: bytes | str) -> None:
     temporary = path.with_name(f".{path.name}.{_HOST}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         if path.exists() and not path.is_file():  # such as a device, which the rename would replace
-            raise ReprieveError(f"{str(path)!r} cannot be written: it is no plain file")
+            raise ReprieveError(f"{str(path)!r} cannot be written: it is not a regular file")
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
@@ -90,7 +90,7 @@ def read_file(path: str | Path, what: str, *, most: int = _LARGEST) -> bytes:
     path = Path(path)
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise ValueError("it is no plain file")
+            raise ValueError("it is not a regular file")
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             pieces, size = [], 0
             while size <= most and (piece := file.read(_PIECE)):  # `read(most)` would reserve that much memory
@@ -109,7 +109,7 @@ def read_json(path: str | Path, what: str, *, most: int = _LARGEST) -> Any:
     """Read a JSON file; all JSON files are read by this function.
 
     Raises:
-        ReprieveError: see `read_file`; it is not UTF-8, or no JSON (`parse_json`).
+        ReprieveError: see `read_file`; it is not UTF-8, or not JSON (`parse_json`).
     """
     content = read_file(path, what, most=most)
     try:
@@ -139,15 +139,28 @@ def whole_lines(path: Path, *, repair: bool = False) -> list[str]:
         raise ReprieveError(f"{str(path)!r} must be UTF-8: {error}") from None
 
 
-def append_line(path: Path, values: Mapping[str, Any]) -> None:
+def append_line(path: Path, values: Mapping[str, Any], kept: str) -> None:
     """Append one record and flush it: a kill after this loses nothing.
 
+    Args:
+        kept: the records before it, as the error message calls them.
+
     Raises:
-        OSError: the file cannot be written.
+        ReprieveError: the file cannot be written; names it and what is kept.
     """
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(values, ensure_ascii=False) + "\n")
-        file.flush()
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values, ensure_ascii=False) + "\n")
+            file.flush()
+    except OSError as error:
+        raise ReprieveError(
+            f"{str(path)!r} cannot be written: {error.strerror}; {kept} are kept, run again to go on"
+        ) from None
+
+
+def first_difference(wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> str | None:
+    """Return the first key, in alphabetical order, whose values differ; None if the mappings are equal."""
+    return next((key for key in sorted(wanted.keys() | stored.keys()) if wanted.get(key) != stored.get(key)), None)
 
 
 def read_lines(path: Path, what: str, *, repair: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -161,7 +174,7 @@ def read_lines(path: Path, what: str, *, repair: bool = False) -> Iterator[tuple
         ReprieveError: a line is not a JSON object; names file and line.
     """
     for number, line in enumerate(whole_lines(path, repair=repair), start=1):
-        where = f"{path}, line {number} is no {what}"
+        where = f"{path}, line {number} is not a valid {what}"
         try:
             values = parse_json(line)
         except ValueError as error:
@@ -177,7 +190,7 @@ def read_records(
     """Yield the record of each line; arguments as `read_lines` and `record_from` have them.
 
     Raises:
-        ReprieveError: a line is no such record; names file and line.
+        ReprieveError: a line is not such a record; names file and line.
     """
     for where, values in read_lines(path, what, repair=repair):
         try:
@@ -256,16 +269,20 @@ def _require(name: str, value: Any, kind: type) -> None:
         raise ValueError(f"{name} must be of type {kind.__name__}, got {value!r:.80}")
 
 
-def lock_folder(folder: Path) -> FileLock:
-    """Lock a folder for this process. The lock is released when it is garbage-collected or the process ends.
+def open_folder(folder: Path) -> FileLock:
+    """Create a folder that work is written to, and lock it for this process, until the lock is garbage-collected.
 
-    A process may lock the same folder several times.
+    Temporary files that killed processes left there are removed. A process may open the same folder several times.
 
     Raises:
-        ReprieveError: another process holds the folder, or its `.lock` cannot be written.
+        ReprieveError: the folder cannot be created, another process holds it, or its `.lock` cannot be written.
     """
     from filelock import FileLock, Timeout
 
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ReprieveError(f"--out {str(folder)!r} cannot be created: {error.strerror}") from None
     path = folder / ".lock"
     lock = FileLock(path, is_singleton=True, thread_local=False)
     try:
@@ -276,4 +293,5 @@ def lock_folder(folder: Path) -> FileLock:
         ) from None
     except OSError as error:
         raise ReprieveError(f"{str(path)!r} cannot be written: {error.strerror}; nothing was changed") from None
+    sweep(folder)
     return lock

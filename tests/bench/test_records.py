@@ -29,7 +29,7 @@ GOOD = dataclasses.asdict(a_record())
 def test_fields_with_a_wrong_type_or_value_are_named(tmp_path, name, value):
     path = tmp_path / "problems.jsonl"
     path.write_text(json.dumps({**GOOD, name: value}) + "\n")
-    with pytest.raises(ReprieveError, match=rf"problems\.jsonl, line 1 is no problem record: .*{name}"):
+    with pytest.raises(ReprieveError, match=rf"problems\.jsonl, line 1 is not a valid problem record: .*{name}"):
         RecordFile(path)
 
 
@@ -52,7 +52,7 @@ def test_an_archived_run_can_be_compressed(tmp_path):
 
 def test_a_pipe_instead_of_a_journal_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "problems.jsonl")
-    with pytest.raises(ReprieveError, match="no plain file"):
+    with pytest.raises(ReprieveError, match="not a regular file"):
         RecordFile(tmp_path / "problems.jsonl")
 
 
@@ -61,7 +61,7 @@ def test_a_pipe_in_a_runs_folder_is_refused_at_once(tmp_path, name):
     if name == "run.json":
         (tmp_path / "problems.jsonl").write_text(json.dumps(GOOD) + "\n")
     os.mkfifo(tmp_path / name)
-    with pytest.raises(ReprieveError, match="no plain file"):
+    with pytest.raises(ReprieveError, match="not a regular file"):
         claim_run(tmp_path, {"arms": ["a"]})
 
 

@@ -213,7 +213,7 @@ def test_failures_are_counted_and_never_answers(pair, tmp_path):
 
 def test_damaged_line_is_named(tmp_path):
     (tmp_path / "problems.jsonl").write_text('{"arm": 1}\n')
-    with pytest.raises(ReprieveError, match="line 1 is no problem record"):
+    with pytest.raises(ReprieveError, match="line 1 is not a valid problem record"):
         RecordFile(tmp_path / "problems.jsonl")
 
 

@@ -49,6 +49,9 @@ def test_a_judges_position_bias_cancels_out(pair, tmp_path):
     assert rows["random:rate=0.9"]["num_judged"] == 4 and "chat" in rows["random:rate=0.9"]["categories"]
     asked = chat.num_asked
     assert judge_run(tmp_path, problems, chat, judging) == document and chat.num_asked == asked, "verdicts are kept"
+    other = judge_run(tmp_path, problems, chat, replace(judging, baseline="random:rate=0.9"))
+    assert {row["arm"] for row in other["arms"]} == {"target_only", "draft_only", "lossless"} and chat.num_asked > asked
+    assert judge_run(tmp_path, problems, chat, judging) == document, "verdicts against another baseline do not count"
     graded = judge_run(tmp_path, problems, chat, replace(judging, grade=True))
     assert all(row["mean_grade"] == 8.0 for row in graded["arms"])
     with pytest.raises(SpecError, match="baseline"):
@@ -57,10 +60,15 @@ def test_a_judges_position_bias_cancels_out(pair, tmp_path):
         judge_run(tmp_path / "none", problems, chat, judging)
 
 
+def a_verdict(problem, trial, kind, score):
+    return Verdict("a", problem, trial, kind, judge="j", baseline="lossless", num_votes=1, category="", votes=[],
+                   score=score)  # fmt: skip
+
+
 def test_trials_of_one_problem_are_not_independent_verdicts():
     def verdicts(kind, scores):
         return [
-            Verdict("a", problem, trial, kind, "", [], score)
+            a_verdict(problem, trial, kind, score)
             for problem, of_problem in zip("pqrs", scores, strict=True)
             for trial, score in enumerate(of_problem)
         ]
@@ -77,7 +85,8 @@ def test_trials_of_one_problem_are_not_independent_verdicts():
 def test_a_damaged_verdict_is_named(tmp_path):
     path = tmp_path / "verdicts.jsonl"
     path.write_text(
-        '{"arm": "a", "problem_id": "p", "trial": 0, "kind": "grade", "category": "", "votes": [], "score": "x"}\n'
+        '{"arm": "a", "problem_id": "p", "trial": 0, "kind": "grade", "judge": "j", "baseline": "lossless", '
+        '"num_votes": 1, "category": "", "votes": [], "score": "x"}\n'
     )
-    with pytest.raises(ReprieveError, match="line 1 is no verdict: score must be of type float"):
+    with pytest.raises(ReprieveError, match="line 1 is not a valid verdict: score must be of type float"):
         list(read_records(path, Verdict, "verdict", signed=True))

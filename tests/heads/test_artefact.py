@@ -146,5 +146,5 @@ def test_a_certificate_of_wrong_types_is_refused_and_a_pipe_does_not_hang(tmp_pa
             Certificate.load(path)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(ReprieveError, match="no plain file"):
+    with pytest.raises(ReprieveError, match="not a regular file"):
         load_head(folder)

@@ -85,7 +85,9 @@ def test_changed_bits_are_detected(tmp_path):
         changed[number // 8] ^= 1 << number % 8
         path.write_bytes(changed)
         if changed.endswith(b"\n"):
-            with pytest.raises(ReprieveError, match=r"labels\.jsonl.*(changed after|is no problem's labels|be UTF-8)"):
+            with pytest.raises(
+                ReprieveError, match=r"labels\.jsonl.*(changed after|not a valid label|be UTF-8)"
+            ):
                 LabelStore(tmp_path).problems()
     path.write_bytes(content)
     assert len(LabelStore(tmp_path).problems()) == 4
@@ -109,7 +111,7 @@ def test_an_impossible_value_is_named(tmp_path, name, value):
     store = LabelStore(tmp_path, MANIFEST)
     made = labels()
     store.append(dataclasses.replace(made, mismatches=(dataclasses.replace(made.mismatches[0], **{name: value}),)))
-    with pytest.raises(ReprieveError, match=rf"labels\.jsonl, line 1 is no problem's labels: {name} must be"):
+    with pytest.raises(ReprieveError, match=rf"labels\.jsonl, line 1 is not a valid label record: {name} must be"):
         LabelStore(tmp_path).problems()
 
 
@@ -140,7 +142,7 @@ def test_a_full_disk_names_the_file_and_what_is_kept(tmp_path):
 def test_a_pipe_instead_of_the_labels_is_refused_at_once(tmp_path):
     LabelStore(tmp_path, MANIFEST)
     os.mkfifo(tmp_path / "labels.jsonl")
-    with pytest.raises(ReprieveError, match="no plain file"):
+    with pytest.raises(ReprieveError, match="not a regular file"):
         LabelStore(tmp_path).problems()
 
 

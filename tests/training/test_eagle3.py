@@ -122,5 +122,5 @@ def test_own_texts_come_from_the_target_and_survive_a_kill(pair, tmp_path):
         b'{"problem_id": "a", "prompt_ids": [], "answer_ids": [9999]}\n',
     ):
         path.write_bytes(damaged)
-        with pytest.raises(ReprieveError, match=r"is no text of the target|a token is not in|must be UTF-8"):
+        with pytest.raises(ReprieveError, match=r"is not a valid target text|a token is not in|must be UTF-8"):
             write_own_texts(path, pair, problems, params=params)

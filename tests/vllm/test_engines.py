@@ -134,7 +134,7 @@ def mined(settings, folder, *, in_flight, progress=lambda done, total: None):
 def test_mining_loses_nothing_if_its_server_is_killed(tmp_path):
     settings = AutoJudgeMining(limit=3, task="arithmetic", pair=PAIR, answering=VLLM)
     with pytest.raises(EngineError, match="labelled problems are kept, run again to go on"):
-        mined(settings, tmp_path, in_flight=2, progress=lambda done, total: kill_servers())
+        mined(settings, tmp_path, in_flight=2, progress=lambda done, total: done and kill_servers())
     before = LabelStore(tmp_path).problems()
     report = mined(settings, tmp_path, in_flight=2)
     after = {problem.problem_id: problem for problem in LabelStore(tmp_path).problems()}

@@ -74,7 +74,7 @@ def measure_throughput(
     path = folder / FILE
     levels = list(dict.fromkeys(settings.concurrency))
     num_requests = {level: settings.num_requests or max(2 * level, _FEWEST) for level in levels}
-    cells = read_records(path, Cell, "cell of a speed measurement", repair=True)
+    cells = read_records(path, Cell, "speed measurement", repair=True)
     known = [cell for cell in cells if cell.num_requests == num_requests.get(cell.concurrency)]
     done = {(cell.arm, cell.concurrency, cell.turn): cell for cell in known}
     schedule = [
@@ -90,7 +90,7 @@ def measure_throughput(
             num_warm = level if turn == 0 else 1
             completions, seconds = engine.timed(config, task, arm, requests, concurrency=level, num_warm=num_warm)
             cell = _cell(arm.label, level, turn, completions, seconds)
-            append_line(path, dataclasses.asdict(cell))
+            append_line(path, dataclasses.asdict(cell), f"the {len(done)} turns before it")
             done[arm.label, level, turn] = cell
         progress(number, len(schedule))
     return list(_rows([done[arm.label, level, turn] for level, turn, arm in schedule], arms))

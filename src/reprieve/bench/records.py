@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reprieve.errors import ReprieveError
-from reprieve.files import append_line, lock_folder, read_json, read_records, replace_file
+from reprieve.files import append_line, first_difference, open_folder, read_json, read_records, replace_file
 from reprieve.types import DecodingStats
 
 if TYPE_CHECKING:
@@ -65,13 +65,7 @@ class RecordFile:
 
     def append(self, record: ProblemRecord) -> None:
         """Write one line and flush it."""
-        try:
-            append_line(self.path, asdict(record))
-        except OSError as error:
-            raise ReprieveError(
-                f"{str(self.path)!r} cannot be written: {error.strerror}; the {len(self.records)} answers before it "
-                "are kept, run again to go on"
-            ) from None
+        append_line(self.path, asdict(record), f"the {len(self.records)} answers before it")
         self.records.append(record)
 
     def _read(self) -> list[ProblemRecord]:
@@ -113,41 +107,46 @@ def claim_run(folder: Path, configuration: Mapping[str, Any], *, extendable: tup
         ReprieveError: the folder holds an archived run, or another run; the message names the first setting that
             differs.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ReprieveError(f"--out {str(folder)!r} cannot be made: {error.strerror}") from None
-    lock = lock_folder(folder)
+    lock = open_folder(folder)
     path, answers = folder / "run.json", folder / _ANSWERS
     if (folder / f"{_ANSWERS}.gz").exists():
         raise ReprieveError(
             f"--out {str(folder)!r} holds an archived run, which cannot be extended; name another folder"
         )
     wanted = json.loads(json.dumps(configuration))
-    answered = answers.exists() and answers.stat().st_size > 0
-    if answered and path.exists():
+    if answers.exists() and answers.stat().st_size > 0:
+        if not path.exists():
+            raise ReprieveError(f"--out {str(folder)!r} has a {_ANSWERS} but no run.json; name another folder")
         before = read_run(folder)
-        if isinstance(before.get("limit"), int) and before["limit"] < wanted.get("limit", 0):
-            before["limit"] = wanted["limit"]  # the problems of a smaller limit come first
-            replace_file(path, json.dumps(before, indent=2) + "\n")
-        for key in extendable:
-            old, new = before.get(key) or type(wanted[key])(), wanted[key]
-            if type(old) is not type(new):
-                raise ReprieveError(f"{str(path)!r} must hold {key} as a {type(new).__name__}, got {old!r}")
-            merged = {**old, **new} if isinstance(new, dict) else [*old, *(item for item in new if item not in old)]
-            known = isinstance(new, list) or all(new[name] == value for name, value in old.items() if name in new)
-            if known and merged != old:
-                before[key] = merged
-                replace_file(path, json.dumps(before, indent=2) + "\n")
-            wanted[key] = merged if known else new
-        for key in sorted((wanted.keys() | before.keys()) - {"command"}):
-            if wanted.get(key) != before.get(key):
-                raise ReprieveError(
-                    f"--out {str(folder)!r} holds another run, with {key} = {before.get(key)!r} instead of "
-                    f"{wanted.get(key)!r}; name another folder, or use the same settings to resume"
-                )
-    elif answered:
-        raise ReprieveError(f"--out {str(folder)!r} has a {_ANSWERS} but no run.json; name another folder")
-    else:
-        replace_file(path, json.dumps(wanted, indent=2) + "\n")
+        extended, wanted = _extended(before, wanted, extendable, path)
+        if (key := first_difference(wanted, extended)) is not None:
+            raise ReprieveError(
+                f"--out {str(folder)!r} holds another run, with {key} = {before.get(key)!r} instead of "
+                f"{wanted.get(key)!r}; name another folder, or use the same settings to resume"
+            )
+    replace_file(path, json.dumps(wanted, indent=2) + "\n")
     return RecordFile(answers, lock)
+
+
+def _extended(
+    before: Mapping[str, Any], wanted: Mapping[str, Any], extendable: tuple[str, ...], path: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Extend a stored and a wanted configuration by each other, where that is allowed: equal unless they conflict.
+
+    The larger limit counts, lists and dictionaries of extendable settings are merged, and the stored command remains.
+
+    Raises:
+        ReprieveError: an extendable setting is stored with another type.
+    """
+    extended, asked = dict(before), {**wanted, "command": before.get("command")}
+    if isinstance(before.get("limit"), int) and before["limit"] < wanted.get("limit", 0):
+        extended["limit"] = wanted["limit"]  # the problems of a smaller limit come first
+    for key in extendable:
+        old, new = before.get(key) or type(wanted[key])(), wanted[key]
+        if type(old) is not type(new):
+            raise ReprieveError(f"{str(path)!r} must hold {key} as a {type(new).__name__}, got {old!r}")
+        if isinstance(new, dict):
+            extended[key], asked[key] = {**new, **old}, {**old, **new}
+        else:
+            extended[key] = asked[key] = list(dict.fromkeys([*old, *new]))
+    return extended, asked

@@ -74,6 +74,11 @@ class VerdictSettings:
     grade: bool = False
     num_in_flight: int = 8
 
+    @property
+    def kind(self) -> str:
+        """Kind of the verdicts: "grade" or "compare"."""
+        return "grade" if self.grade else "compare"
+
     def __post_init__(self) -> None:
         require_whole("votes", self.num_votes, 1)
         require_whole("in_flight", self.num_in_flight, 1)

@@ -37,6 +37,9 @@ class Verdict:
     problem_id: str
     trial: int
     kind: str  # "compare" or "grade"
+    judge: str
+    baseline: str
+    num_votes: int
     category: str
     votes: list[str]
     score: float | None  # None where the judge gave no verdict
@@ -45,11 +48,19 @@ class Verdict:
     def key(self) -> tuple[str, str, int]:
         return (self.arm, self.problem_id, self.trial)
 
+    def made_with(self, settings: VerdictSettings) -> bool:
+        """Return whether these settings would give this verdict."""
+        asked = (settings.kind, settings.judge, settings.baseline, settings.num_votes)
+        return (self.kind, self.judge, self.baseline, self.num_votes) == asked
 
-async def judge_answer(
+
+async def compare_answers(
     chat: Chat, problem: TaskProblem, record: ProblemRecord, baseline: ProblemRecord, *, num_votes: int
-) -> Verdict:
-    """Compare two answers, each vote in both orders against position bias. Equal texts are a tie, without a judge."""
+) -> tuple[list[str], float | None]:
+    """Compare two answers, each vote in both orders against position bias; return the votes and the score.
+
+    Equal texts are a tie, without a judge.
+    """
     texts = (conversation(problem, baseline), conversation(problem, record))
     votes: list[str] = []
     score: float | None = 0.0
@@ -62,18 +73,17 @@ async def judge_answer(
                 if vote:
                     points.append(sign * ((vote in SECOND_BETTER) - (vote in FIRST_BETTER)))
         score = float(np.sign(sum(points))) if points else None
-    return Verdict(record.arm, record.problem_id, record.trial, "compare", problem.category, votes, score)
+    return votes, score
 
 
-async def grade_answer(chat: Chat, problem: TaskProblem, record: ProblemRecord, *, num_votes: int) -> Verdict:
-    """Grade an answer from 1 to 10, as MT-Bench does: the mean of the votes."""
+async def grade_answer(
+    chat: Chat, problem: TaskProblem, record: ProblemRecord, *, num_votes: int
+) -> tuple[list[str], float | None]:
+    """Grade an answer from 1 to 10, as MT-Bench does; return the votes and their mean."""
     prompt = _GRADE.format(conversation=conversation(problem, record))
     votes = [_RATING.findall(await chat.ask(prompt, attempt=number)) for number in range(num_votes)]
     grades = [float(numbers[-1]) for numbers in votes if numbers and 1 <= float(numbers[-1]) <= 10]
-    score = sum(grades) / len(grades) if grades else None
-    return Verdict(
-        record.arm, record.problem_id, record.trial, "grade", problem.category, [str(grade) for grade in grades], score
-    )
+    return [str(grade) for grade in grades], sum(grades) / len(grades) if grades else None
 
 
 def conversation(problem: TaskProblem, record: ProblemRecord) -> str:
@@ -98,14 +108,13 @@ def judge_run(
         SpecError: no such baseline among the arms.
         ReprieveError: the folder holds no run, or the judge cannot be asked.
     """
-    baseline, num_votes = settings.baseline, settings.num_votes
-    kind = "grade" if settings.grade else "compare"
+    baseline, num_votes, kind = settings.baseline, settings.num_votes, settings.kind
     path = folder / "verdicts.jsonl"
     records, strict = _answers(folder, baseline)
     by_id = {problem.problem_id: problem for problem in problems}
-    old = list(read_records(path, Verdict, "verdict", repair=True, signed=True))
-    verdicts = list(old)
-    done = {verdict.key for verdict in old if verdict.kind == kind}
+    read = read_records(path, Verdict, "verdict", repair=True, signed=True)
+    verdicts = [verdict for verdict in read if verdict.made_with(settings)]
+    done = {verdict.key for verdict in verdicts}
     todo = [
         record
         for record in records
@@ -116,26 +125,40 @@ def judge_run(
 
     async def judge(record: ProblemRecord) -> Verdict:
         problem = by_id[record.problem_id]
-        if settings.grade:
-            return await grade_answer(chat, problem, record, num_votes=num_votes)
-        return await judge_answer(chat, problem, record, strict[record.problem_id, record.trial], num_votes=num_votes)
+        try:
+            if settings.grade:
+                votes, score = await grade_answer(chat, problem, record, num_votes=num_votes)
+            else:
+                other = strict[record.problem_id, record.trial]
+                votes, score = await compare_answers(chat, problem, record, other, num_votes=num_votes)
+        except Exception as error:  # a server has many ways to refuse
+            raise ReprieveError(f"the judge could not be asked: {type(error).__name__}: {error}") from None
+        return Verdict(
+            arm=record.arm,
+            problem_id=record.problem_id,
+            trial=record.trial,
+            kind=kind,
+            judge=str(settings.judge),
+            baseline=baseline,
+            num_votes=num_votes,
+            category=problem.category,
+            votes=votes,
+            score=score,
+        )
 
     async def work(waiting: Iterator[ProblemRecord]) -> None:
         for record in waiting:
             verdict = await judge(record)
-            append_line(path, asdict(verdict))
+            append_line(path, asdict(verdict), f"the {len(verdicts)} verdicts before it")
             verdicts.append(verdict)
-            progress(len(verdicts), len(old) + len(todo))
+            progress(len(verdicts), len(done) + len(todo))
 
     async def work_all() -> None:
         shared = iter(todo)
         await asyncio.gather(*(work(shared) for _ in range(min(settings.num_in_flight, len(todo)))))
 
-    try:
-        asyncio.run(work_all())
-    except Exception as error:  # a server has many ways to refuse
-        raise ReprieveError(f"the judge could not be asked: {type(error).__name__}: {error}") from None
-    document = summarise_verdicts([verdict for verdict in verdicts if verdict.kind == kind], baseline)
+    asyncio.run(work_all())
+    document = summarise_verdicts(verdicts, baseline)
     replace_file(folder / f"judged-{kind}.json", json.dumps(document, indent=2) + "\n")
     return document
 

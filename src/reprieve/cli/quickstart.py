@@ -31,7 +31,7 @@ from reprieve.errors import (
     require_choice,
     require_whole,
 )
-from reprieve.files import read_json, replace_file
+from reprieve.files import first_difference, read_json, replace_file
 from reprieve.heads.binding import digest
 from reprieve.mining.settings import AutoJudgeMining
 from reprieve.settings import AUTO, NumDraftTokens, PairSettings, PromptSettings, describe_format, require_draft_tokens
@@ -220,11 +220,10 @@ class Quickstart(Command):
             replace_file(path, json.dumps(started, indent=2) + "\n")
             return
         before = read_json(path, "the run's settings")
-        for key in sorted(started.keys() | before.keys()):
-            if started.get(key) != before.get(key):
-                what = f"{key} = {before.get(key)!r} instead of {started.get(key)!r}"
-                what = f"another content of {key}" if key in digests else what
-                raise ReprieveError(f"--out {str(self.out)!r} was begun with {what}; name another folder")
+        if (key := first_difference(started, before)) is not None:
+            what = f"{key} = {before.get(key)!r} instead of {started.get(key)!r}"
+            what = f"another content of {key}" if key in digests else what
+            raise ReprieveError(f"--out {str(self.out)!r} was begun with {what}; name another folder")
 
     @property
     def task_spec(self) -> str:

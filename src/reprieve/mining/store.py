@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reprieve.errors import ReprieveError
-from reprieve.files import append_line, lock_folder, read_json, read_lines, record_from, replace_file, sweep
+from reprieve.files import (
+    append_line,
+    first_difference,
+    open_folder,
+    read_json,
+    read_lines,
+    record_from,
+    replace_file,
+)
 from reprieve.heads.binding import PairIdentity, digest
 from reprieve.tasks.answers import ANSWERS_VERSION
 
@@ -125,12 +133,7 @@ class LabelStore:
         self.manifest = {"schema": SCHEMA, "answers": ANSWERS_VERSION, "prompt": {}, **json.loads(json.dumps(manifest))}
         if (folder / "run.json").exists():
             raise ReprieveError(f"{str(folder)!r} holds a run's answers, no labels: name another folder")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ReprieveError(f"label store {str(folder)!r} cannot be created: {error.strerror}") from None
-        self._lock = lock_folder(folder)
-        sweep(folder)
+        self._lock = open_folder(folder)
         if path.exists():
             self._require_same(_read_manifest(path))
         else:
@@ -138,12 +141,11 @@ class LabelStore:
         self._done = {labels.problem_id for labels in self._read()}
 
     def _require_same(self, existing: Mapping[str, Any]) -> None:
-        for key in sorted(self.manifest.keys() | existing.keys()):
-            if self.manifest.get(key) != existing.get(key):
-                raise ReprieveError(
-                    f"label store {str(self.folder)!r} was made with {key} = {existing.get(key)!r}, this run has "
-                    f"{self.manifest.get(key)!r}; labels are not mixed: name another folder"
-                )
+        if (key := first_difference(self.manifest, existing)) is not None:
+            raise ReprieveError(
+                f"label store {str(self.folder)!r} was made with {key} = {existing.get(key)!r}, this run has "
+                f"{self.manifest.get(key)!r}; labels are not mixed: name another folder"
+            )
 
     def require_pair(self, pair: PairIdentity) -> None:
         """Refuse labels of another pair.
@@ -164,14 +166,8 @@ class LabelStore:
             ReprieveError: the file cannot be written; names it and what is kept.
         """
         values = dataclasses.asdict(labels)
-        path = self.folder / _LABELS
-        try:
-            append_line(path, {**values, _CHECKSUM: _checksum(values)})
-        except OSError as error:
-            raise ReprieveError(
-                f"{str(path)!r} cannot be written: {error.strerror}; the {len(self._done)} labelled problems before it "
-                "are kept, run again to go on"
-            ) from None
+        kept = f"the {len(self._done)} labelled problems before it"
+        append_line(self.folder / _LABELS, {**values, _CHECKSUM: _checksum(values)}, kept)
         self._done.add(labels.problem_id)
 
     def done(self) -> set[str]:
@@ -189,7 +185,7 @@ class LabelStore:
 
     def _read(self) -> Iterator[ProblemLabels]:
         for path in (self.folder / f"{_LABELS}.gz", self.folder / _LABELS):
-            for where, values in read_lines(path, "problem's labels", repair=self._lock is not None):
+            for where, values in read_lines(path, "label record", repair=self._lock is not None):
                 if values.pop(_CHECKSUM, None) != _checksum(values):
                     raise ReprieveError(f"{where}: it was changed after it was written")
                 try:

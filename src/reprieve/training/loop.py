@@ -185,7 +185,7 @@ class RunLog:
     def log(self, step: int, kind: str, values: Mapping[str, float]) -> None:
         """Log one step's numbers; `kind` names their origin (`train`, `validation`)."""
         if self.path is not None:
-            append_line(self.path, {"step": step, "kind": kind, **values})
+            append_line(self.path, {"step": step, "kind": kind, **values}, "the steps before the last checkpoint")
 
 
 def _save(learner: Learner, path: Path, update: int, seconds: float) -> None:

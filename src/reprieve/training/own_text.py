@@ -65,7 +65,7 @@ def write_own_texts(
 
     def keep(problem_id: str, token_ids: list[int]) -> None:
         texts[problem_id] = OwnText(problem_id, prompts[problem_id], token_ids)
-        append_line(path, asdict(texts[problem_id]))
+        append_line(path, asdict(texts[problem_id]), f"the {len(texts) - 1} texts before it")
         progress(len(texts), len(prompts))
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,9 +91,9 @@ def _read(path: Path, vocab_size: int) -> Iterator[OwnText]:
     """Yield the texts of a file.
 
     Raises:
-        ReprieveError: a line that is no text of this target.
+        ReprieveError: a line that is not a text of this target.
     """
-    for text in read_records(path, OwnText, "text of the target", repair=True):
+    for text in read_records(path, OwnText, "target text", repair=True):
         if max([*text.prompt_ids, *text.answer_ids], default=0) >= vocab_size:
             raise ReprieveError(f"{path}, {text.problem_id}: a token is not in [0, {vocab_size - 1}]")
         yield text
