@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from reprieve.errors import SpecError
 from reprieve.settings import SamplingParams
 from reprieve.tasks import TaskProblem
 from tests.bench.toys import run, settings
+from tests.kit.records import a_record
 from tests.kit.toys import ToyTask
 
 
@@ -96,6 +98,38 @@ def test_watching_a_task_checks_every_answer(pair, tmp_path):
     assert final.num_checked == 15 and abs(final.drop) <= 1
     assert final.interval[0] <= final.drop <= final.interval[1] and not final.alarm
     assert row.net_drop is not None
+
+
+class Interrupted:
+    """An engine that is interrupted after ten answers, while the checks of most of them wait."""
+
+    num_parallel = 4
+    facts = SimpleNamespace(engine="batched")
+
+    def __init__(self):
+        self.num_checked = 0
+        self._gate = threading.Event()
+
+    def answer(self, config, task, arms, problems, jobs):
+        for job in jobs:
+            problem_id = problems[job.number].problem_id
+            if arms[0].label == "lossless":
+                self._gate.wait(20)
+                time.sleep(0.05)
+                self.num_checked += 1
+            yield a_record(arm=arms[0].label, problem_id=problem_id)
+            if job.number == 9 and arms[0].label != "lossless":
+                self._gate.set()
+                raise KeyboardInterrupt
+
+
+def test_an_interrupted_watch_drops_the_waiting_checks(pair):
+    arms = make_arms(["random:rate=0.9"], [4])
+    config = RunConfig.of(LocalEngine(pair), arms, settings(limit=15))
+    engine = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        watch(engine, config, ToyTask(), arms[-1], arms[2], share=1.0, max_drop=None)
+    assert engine.num_checked < 5, "one at a time in this process, and none after the interruption"
 
 
 def test_without_references_a_changed_answer_counts_as_lost(pair):

@@ -85,9 +85,7 @@ def test_changed_bits_are_detected(tmp_path):
         changed[number // 8] ^= 1 << number % 8
         path.write_bytes(changed)
         if changed.endswith(b"\n"):
-            with pytest.raises(
-                ReprieveError, match=r"labels\.jsonl.*(changed after|not a valid label|be UTF-8)"
-            ):
+            with pytest.raises(ReprieveError, match=r"labels\.jsonl.*(changed after|not a valid label|be UTF-8)"):
                 LabelStore(tmp_path).problems()
     path.write_bytes(content)
     assert len(LabelStore(tmp_path).problems()) == 4

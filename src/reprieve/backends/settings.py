@@ -36,6 +36,9 @@ class BatchedSettings:
         require_whole("parallel", self.parallel, 1)
 
 
+IN_PROCESS = (LocalSettings.name, BatchedSettings.name)  # engines that run the models in this process
+
+
 @dataclass(frozen=True)
 class ServerSettings:
     """Settings that all kinds of servers share.

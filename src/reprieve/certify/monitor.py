@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from reprieve.backends.settings import IN_PROCESS
 from reprieve.bench.arms import Arm
 from reprieve.bench.engine import Engine, Job, RunConfig
 from reprieve.bench.records import ProblemRecord
 from reprieve.certify.bounds import ConfidenceSequence
 from reprieve.engine import SamplingParams, SpeculativeDecoder
-from reprieve.errors import EngineError, ReprieveError, SpecError, require_range, require_whole
+from reprieve.errors import ReprieveError, SpecError, require_range, require_whole
 from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.prompting import prompt_of
 
@@ -233,7 +234,8 @@ def watch(
         return drop_of(task, served.problem, record.text, served.text)
 
     if engine.num_parallel > 1:  # answers come faster than checks: skip none
-        settings = {"max_waiting": len(problems), "num_parallel": engine.num_parallel, **settings}
+        served = engine.facts.engine not in IN_PROCESS  # a server batches the checks, too
+        settings = {"max_waiting": len(problems), "num_parallel": engine.num_parallel if served else 1, **settings}
     monitor = QualityMonitor(check, **settings)
     params = SamplingParams(max_new_tokens=task.max_new_tokens, stop=tuple(task.stop), **vars(config.sampling))
     errors = []
@@ -244,11 +246,10 @@ def watch(
             else:
                 monitor.observe(ServedAnswer(problems[number_of[record.problem_id]], params, record.text))
             on_answer(monitor.status)
-    except EngineError:
+    except BaseException:
         monitor.close(check_waiting=False)
         raise
-    finally:
-        final = monitor.close()
+    final = monitor.close()
     if len(errors) == len(problems):
         raise ReprieveError(f"every problem failed; the first error: {errors[0]}")
     return final

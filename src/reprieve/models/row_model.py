@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ from reprieve.types import HiddenStates
 
 ATTENTION = "reprieve_rows"
 _PREFILL_TOKENS = 16_384  # padded tokens of one forward that reads prompts
+_switching = threading.Lock()  # held while a model's attention is switched
 GRAPH_COLUMNS = 128  # on a GPU, forwards attend to a multiple of this, so that few CUDA graphs are needed
 
 
@@ -72,24 +75,20 @@ class RowModel:
         return execution_device(self.model)
 
     @torch.inference_mode()
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, *, longest: int, rows: Tensor | int = 0
-    ) -> tuple[Tensor, HiddenStates]:
+    def forward(self, token_ids: Tensor, positions: Tensor, *, longest: int) -> tuple[Tensor, HiddenStates]:
         """Read tokens; return their logits [R, n, V] and hidden states [R, n, D] by layer, until the next forward.
 
         Args:
-            token_ids: [R, n], on the model's device.
+            token_ids: [R, n], of the first R rows of the cache, on the model's device.
             positions: [R, n]: where they are in their sequences.
             longest: number of columns that they attend to: more than every position.
-            rows: the rows of the cache: indices [R], or the first of R consecutive ones.
         """
         if not token_ids.is_cuda:
-            return self._run(token_ids, positions, longest, rows)
+            return self._run(token_ids, positions, longest)
         longest = -(-longest // GRAPH_COLUMNS) * GRAPH_COLUMNS
         self.cache.reserve(longest)
-        whole = not isinstance(rows, Tensor) and len(token_ids) == self.num_rows
-        if not (self._captures and whole and self.cache.capacity):
-            return self._run_once(token_ids, positions, longest, rows)
+        if not (self._captures and len(token_ids) == self.num_rows and self.cache.capacity):
+            return self._run_once(token_ids, positions, longest)
         if self._captured != self.cache.capacity:  # the buffers have moved since
             self._graphs.clear()
             self._captured = self.cache.capacity
@@ -99,7 +98,7 @@ class RowModel:
                 self._pool = torch.cuda.graph_pool_handle()
             try:
                 self._graphs[key] = _Graph(
-                    lambda ids, places: self._run(ids, places, longest, 0), token_ids, positions, self._pool
+                    lambda ids, places: self._run(ids, places, longest), token_ids, positions, self._pool
                 )
             except torch.OutOfMemoryError:
                 raise
@@ -107,7 +106,7 @@ class RowModel:
                 name = type(self.model).__name__
                 warnings.warn(f"{name} runs without CUDA graphs, which is slower: {error}", stacklevel=2)
                 self._captures = False
-                return self._run_once(token_ids, positions, longest, rows)
+                return self._run_once(token_ids, positions, longest)
         read: tuple[Tensor, HiddenStates] = self._graphs[key](token_ids, positions)
         return read
 
@@ -141,17 +140,13 @@ class RowModel:
             return self._run(*args, **keywords)
 
     def _run(
-        self, token_ids: Tensor, positions: Tensor, longest: int, rows: Tensor | int, num_logits: int | None = None
+        self, token_ids: Tensor, positions: Tensor, longest: int, rows: Tensor | int = 0, num_logits: int | None = None
     ) -> tuple[Tensor, HiddenStates]:
         keep = {"logits_to_keep": num_logits} if num_logits and self._takes_logits_to_keep else {}
         if self._last_position is not None:  # positions after a text's last possible token do not count
             positions = positions.clamp_max(self._last_position)
         self.cache.place(rows, positions, longest)
-        config = self.model.config
-        before = config._attn_implementation
-        if self._grouped:
-            config._attn_implementation = ATTENTION
-        try:
+        with self._attention():
             output = self.model(
                 input_ids=token_ids,
                 past_key_values=self.cache,
@@ -161,9 +156,20 @@ class RowModel:
                 output_hidden_states=bool(self.hidden_layers),
                 **keep,
             )
-        finally:
-            config._attn_implementation = before
         return output.logits, {layer: output.hidden_states[layer] for layer in self.hidden_layers}
+
+    @contextmanager
+    def _attention(self) -> Iterator[None]:
+        """Select the attention of this class; one forward at a time, because the setting is the model's."""
+        config = self.model.config
+        with _switching:
+            before = config._attn_implementation
+            if self._grouped:
+                config._attn_implementation = ATTENTION
+            try:
+                yield
+            finally:
+                config._attn_implementation = before
 
     def _masks(self, positions: Tensor, longest: int) -> Any:
         """Return masks [R, 1, n, longest]: each token attends to its own text up to itself, within the window."""
