@@ -286,7 +286,7 @@ class RoundTrace:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingStats:
-    """What it took to decode an answer. Counts are of tokens, seconds wall clock."""
+    """Cost of decoding an answer. Counts are of tokens, seconds wall clock."""
 
     num_tokens: int
     num_rounds: int

@@ -20,7 +20,7 @@ from reprieve.errors import EngineError, require_whole
 from reprieve.models.cached_model import shared_length
 from reprieve.settings import NumDraftTokens
 from reprieve.tasks import Task, TaskProblem, load_task
-from reprieve.tasks.prompting import prompt_ids_of, with_prompts
+from reprieve.tasks.prompting import problems_of, prompt_ids_of, with_prompts
 
 _CHUNK = 4  # answers that a worker process makes before it returns them
 _COMPARED = 64  # prompts that show what all begin with
@@ -160,9 +160,7 @@ def _start(config: RunConfig, arms: Sequence[Arm]) -> None:
     start_worker()
     pair = load_pair(config.target, config.draft, dtype=config.dtype, device=config.device)
     task = with_prompts(load_task(config.task), pair.tokenizer, config.prompt)
-    problems = task.problems(config.split, config.limit, offset=config.offset)
-    if pair.num_positions is not None:
-        task.fit(problems, pair.num_positions)
+    problems = problems_of(task, config, pair.num_positions)
     _ANSWER = partial(LocalEngine(pair).answer, config, task, arms, problems)
 
 

@@ -38,10 +38,12 @@ def make_engine(
         announce: called with a line when a server is started.
 
     Raises:
-        SpecError: several workers with a server engine.
+        SpecError: several workers with another engine, or for a target on several devices.
         ReprieveError: a model that cannot be found, or a running server that does not answer.
     """
     if settings.local:
+        if num_workers > 1 and pair.device_map is not None:
+            raise SpecError(f"workers must be 1 with --device-map, got {num_workers}: each worker loads the target")
         return LocalEngine(load_configured(pair, announce), num_workers=num_workers)
     if num_workers > 1:
         raise SpecError("--workers applies to --engine local only; set parallel= in --engine instead")

@@ -155,7 +155,7 @@ class EngineSettings:
     engine: str = LOCAL
 
     def __post_init__(self) -> None:
-        self.kind  # noqa: B018 - refuses what cannot be read
+        _ = self.kind  # refuses what cannot be read
 
     @property
     def kind(self) -> LocalSettings | BatchedSettings | ServerSettings:

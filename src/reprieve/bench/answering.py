@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import groupby
@@ -15,6 +14,7 @@ from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.engine import DRAFT_ONLY, SamplingParams
 from reprieve.errors import EngineError, PairError
 from reprieve.tasks import Task, TaskProblem
+from reprieve.tasks.base import grade
 from reprieve.tasks.prompting import Conversation, PromptFormat, prompt_of
 from reprieve.types import DecodingStats, Generation
 
@@ -86,9 +86,7 @@ class Answerer:
 
     async def _grade(self, text: str, problem: TaskProblem) -> tuple[str | None, bool]:
         answer = self.task.extract_answer(text)
-        if getattr(self.task, "runs_programs", False):  # other answers go on meanwhile
-            return answer, await asyncio.to_thread(self.task.equivalent, answer, problem.reference)
-        return answer, self.task.equivalent(answer, problem.reference)
+        return answer, await grade(self.task, self.task.equivalent, answer, problem.reference)
 
     async def _converse(self, arm: Arm, problem: TaskProblem, params: SamplingParams) -> list[Reply]:
         """The answers of all turns; most problems have one."""

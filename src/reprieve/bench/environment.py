@@ -38,7 +38,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What a measurement ran on: code, versions of what a result can depend on, and machine."""
+    """Code, package versions and machine of a measurement."""
 
     commit: str | None  # of the source checkout, "-dirty" where files differ; None outside one
     versions: dict[str, str]

@@ -124,6 +124,7 @@ def claim_run(folder: Path, configuration: Mapping[str, Any], *, extendable: tup
                 f"--out {str(folder)!r} holds another run, with {key} = {before.get(key)!r} instead of "
                 f"{wanted.get(key)!r}; name another folder, or use the same settings to resume"
             )
+        wanted = extended
     replace_file(path, json.dumps(wanted, indent=2) + "\n")
     return RecordFile(answers, lock)
 

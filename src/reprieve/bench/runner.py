@@ -12,11 +12,10 @@ from reprieve.bench.arms import Arm
 from reprieve.bench.engine import Engine, Job, RunConfig
 from reprieve.bench.environment import Environment
 from reprieve.bench.records import ProblemRecord, RecordFile, claim_run
-from reprieve.errors import EngineError, ReprieveError, SpecError
+from reprieve.errors import EngineError, ReprieveError
 from reprieve.heads.loading import name_problems, seen_problems
-from reprieve.settings import MAX_PROBLEMS
 from reprieve.tasks import Task, TaskProblem
-from reprieve.tasks.prompting import PromptedTask
+from reprieve.tasks.prompting import problems_of
 from reprieve.types import Progress, no_progress
 
 
@@ -58,11 +57,7 @@ class Runner:
         *,
         extendable: bool = False,
     ) -> None:
-        self.problems = task.problems(config.split, config.limit, offset=config.offset)
-        if not arms or not self.problems:
-            raise SpecError(no_problems(task, config.split, config.offset))
-        if isinstance(task, PromptedTask) and engine.num_positions is not None:
-            task.fit(self.problems, engine.num_positions)
+        self.problems = problems_of(task, config, engine.num_positions)
         self.config = config
         self.arms = list(arms)
         self.engine = engine
@@ -123,15 +118,6 @@ class Runner:
         return jobs
 
 
-def no_problems(task: Task, split: str, offset: int) -> str:
-    """Return why a run has no problems: an offset beyond them, or a split that is empty."""
-    sizes = {name: len(task.problems(name, MAX_PROBLEMS)) for name in task.splits if name != "all"}
-    if size := sizes.get(split, 0):
-        return f"offset must be below the {size} problems in split {split!r} of task {task.name}, got {offset}"
-    others = ", ".join(f"{size} in {name!r}" for name, size in sizes.items() if size) or "none anywhere"
-    return f"split {split!r} of task {task.name} holds no problems; there are {others}"
-
-
 def run_arms(
     config: RunConfig,
     arms: Sequence[Arm],
@@ -161,6 +147,6 @@ def run_arms(
         Environment.here(),
         complete,
         num_workers=engine.num_parallel,
-        graded=getattr(task, "graded", True),
+        graded=task.graded,
         problems=runner.problems,
     )

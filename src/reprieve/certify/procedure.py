@@ -154,7 +154,7 @@ def certify(
             that both sets hold, or thresholds that differ from the first ones tested on these problems.
         ReprieveError: the folder holds another run, or answers failed.
     """
-    if not getattr(task, "graded", True):
+    if not task.graded:
         raise SpecError(f"task {task.name} has no right answers: nothing can be certified on it")
     _require_unseen(plan, task)
     strict, again = plan.strict, plan.again

@@ -117,7 +117,7 @@ class Quickstart(Command):
             raise SpecError(f"engine must be local, vllm or ray, got {self.answering.engine!r}")
         if not self.answering.local and self.num_workers not in (None, 1):
             raise SpecError("workers are of the local engine; servers take parallel= requests at once")
-        self._promise  # noqa: B018 - refuses bounds out of range
+        _ = self._promise  # refuses bounds out of range
         require_draft_tokens(self.num_draft_tokens)
         for name in ("mine_limit", "certify_limit", "max_new_tokens"):
             require_whole(name, getattr(self, name), 1)

@@ -159,15 +159,10 @@ def load_problems(
     Raises:
         SpecError: a split that the task lacks, or no problems.
     """
-    from reprieve.bench.runner import no_problems
+    from reprieve.tasks.prompting import problems_of
 
     loaded, task = load_pair_and_task(pair, chosen.task, chosen.prompt, split=chosen.split, decodes=decodes)
-    problems = task.problems(chosen.split, chosen.limit, offset=chosen.offset)
-    if not problems:
-        raise SpecError(no_problems(task, chosen.split, chosen.offset))
-    if loaded.num_positions is not None:
-        task.fit(problems, loaded.num_positions)
-    return loaded, task, problems
+    return loaded, task, problems_of(task, chosen, loaded.num_positions)
 
 
 @contextlib.contextmanager

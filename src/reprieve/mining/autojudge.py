@@ -11,6 +11,7 @@ from reprieve.mining.store import MINED, NO_ANSWER, Mismatch, ProblemLabels
 from reprieve.mining.target import Continuations, ResponseFormat, Target, TokenizationError, gather_all
 from reprieve.models.sampling import GumbelNoise
 from reprieve.tasks import TaskProblem
+from reprieve.tasks.base import grade
 from reprieve.tasks.chat import FIRST_BETTER, SECOND_BETTER, Chat, ask_verdict
 
 _NUM_VOTES = 3
@@ -114,7 +115,7 @@ class _Search:
         answer, reason, votes = responses.answer(response), "", ""
         important: bool | None
         if self.miner.judge is None:
-            important = not await responses.grade(responses.task.same, self.problem, answer, reference)
+            important = not await grade(responses.task, responses.task.same, self.problem, answer, reference)
         else:
             # The running response, with the swaps accepted so far, is the one to compare with.
             texts = responses.text(running), responses.text(response)

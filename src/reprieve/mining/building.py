@@ -13,7 +13,6 @@ from reprieve.backends.client import Client
 from reprieve.backends.deploying import TARGET, Deployer, Slot, fields_of
 from reprieve.backends.making import make_deployer
 from reprieve.backends.running import Running
-from reprieve.bench.runner import no_problems
 from reprieve.drafters import DRAFTERS
 from reprieve.drafters.eagle3 import EagleSettings
 from reprieve.engine import Pair
@@ -50,7 +49,7 @@ from reprieve.specs import parse_spec
 from reprieve.tasks import TaskProblem, load_task
 from reprieve.tasks.answers import ANSWERS_VERSION
 from reprieve.tasks.chat import Chat, OpenAIChat, openai_client
-from reprieve.tasks.prompting import with_prompts
+from reprieve.tasks.prompting import problems_of, with_prompts
 
 _MOST_WALKS = 32  # rows of one batch: a step reads all, and most problems wait for rollouts
 
@@ -91,11 +90,7 @@ def build(settings: MiningSettings, *, announce: Callable[[str], None] = lambda 
             started.callback(served.running.close)
         pair = _load(settings, served)
         task = with_prompts(plain, pair.tokenizer, settings.prompt)
-        problems = task.problems(settings.split, settings.limit, offset=settings.offset)
-        if not problems:
-            raise SpecError(no_problems(task, settings.split, settings.offset))
-        if pair.num_positions is not None:
-            task.fit(problems, pair.num_positions)
+        problems = problems_of(task, settings, pair.num_positions)
         responses = ResponseFormat(
             tokenizer=pair.tokenizer,
             task=task,

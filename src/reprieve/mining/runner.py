@@ -121,9 +121,11 @@ def mine_in_processes(
         connections.append(own_end)
     try:
         for connection in connections:
-            store = LabelStore(folder, _receive(connection))
+            manifest, problem_ids = _receive(connection)
+            store = LabelStore(folder, manifest)
             connection.send(store.done())
-        progress(len(store.done()), settings.limit)
+        total.num_skipped = len(store.done() & problem_ids)
+        progress(total.num_skipped, len(problem_ids))
         open_connections = set(connections)
         while open_connections:
             ready = wait(list(open_connections))
@@ -132,11 +134,10 @@ def mine_in_processes(
                 if isinstance(message, ProblemLabels):
                     store.append(message)
                     total.num_mined += 1
-                    progress(len(store.done()), settings.limit)
                 else:
                     open_connections.discard(connection)
                     total.errors.update(message.errors)
-                    total.num_skipped += message.num_skipped
+                progress(total.num_mined + total.num_skipped + len(total.errors), len(problem_ids))
     except EOFError:
         raise ReprieveError("a worker process died; labels mined so far are kept, run again to go on") from None
     except KeyboardInterrupt:
@@ -148,7 +149,7 @@ def mine_in_processes(
 
 
 def _receive(connection: Connection) -> Any:
-    """Return a worker's next message: its manifest, then labels, then its report; raise the error that ended it."""
+    """Return a worker's next message: manifest and problem ids, then labels, then its report; raise what ended it."""
     message = connection.recv()
     if isinstance(message, Exception):
         raise message
@@ -175,7 +176,7 @@ def _run(connection: Connection, settings: MiningSettings, number: int, num_work
     start_worker()
     try:
         bench = build(settings)
-        connection.send(bench.manifest)
+        connection.send((bench.manifest, {problem.problem_id for problem in bench.problems}))
         store = _ParentStore(connection, connection.recv())
         problems = bench.problems[number::num_workers]
         connection.send(mine_problems(bench.miner, problems, store, num_in_flight=settings.in_flight))

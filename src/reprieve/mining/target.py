@@ -11,6 +11,7 @@ from reprieve.errors import ReprieveError, SpecError, require_choice
 from reprieve.models.batch_decoder import BatchDecoder, Session, Stepper, TextRequest
 from reprieve.models.sampling import Draw
 from reprieve.tasks import Task, TaskProblem
+from reprieve.tasks.base import grade
 from reprieve.tasks.prompting import prompt_ids_of
 
 T = TypeVar("T")
@@ -42,15 +43,9 @@ class ResponseFormat:
     def answer(self, response_ids: list[int]) -> str | None:
         return self.task.extract_answer(self.text(response_ids))
 
-    async def grade(self, compare: Callable[..., bool], *given: Any) -> bool:
-        """Return the result of `compare`; it runs in a thread if the task runs programs, so other problems continue."""
-        if getattr(self.task, "runs_programs", False):
-            return await asyncio.to_thread(compare, *given)
-        return compare(*given)
-
     async def correct(self, response_ids: list[int], reference: str) -> bool:
         """Return True if a response gives the right answer."""
-        return await self.grade(self.task.equivalent, self.answer(response_ids), reference)
+        return await grade(self.task, self.task.equivalent, self.answer(response_ids), reference)
 
     def num_left(self, response_ids: list[int]) -> int:
         """Return the remaining token budget of a response; 0 once it has ended."""

@@ -56,7 +56,7 @@ class PlaygroundSettings:
         require_draft_tokens(self.num_draft_tokens)
         for name, most in (("timeout", 1e6), ("grace", 1e6), ("max_tokens", 1e9), ("max_body_bytes", 1e10)):
             require_range(name, getattr(self, name), 0, most, low_open=True)
-        assert self.prompt_settings  # refuses a thinking that is neither on nor off
+        _ = self.prompt_settings  # refuses a thinking that is neither on nor off
         key = self.api_key
         if key is not None and not (key.isascii() and key.isprintable() and key.strip()):
             raise SpecError("api_key must be of printable ASCII characters: a header can hold no others")

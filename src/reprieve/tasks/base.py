@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from reprieve.specs import Registry
 from reprieve.tasks.graders import Grader
@@ -50,9 +52,11 @@ class Task(Protocol):
     """The interface of a task: problems, prompts and grading."""
 
     name: str
-    graded: bool  # whether answers can be compared; otherwise only a judge can compare responses
+    graded: bool = True  # whether answers can be compared; otherwise only a judge can compare responses
     splits: tuple[str, ...]
-    stop: tuple[str, ...]  # texts that end an answer to a raw prompt; a chat's are in `chat_stop`, if there are any
+    stop: tuple[str, ...]  # texts that end an answer to a raw prompt
+    chat_stop: tuple[str, ...] = ()  # texts that end an answer in a chat
+    runs_programs: bool = False  # whether grading waits for other processes
 
     @property
     def grader(self) -> Grader:
@@ -83,6 +87,13 @@ class Task(Protocol):
     def same(self, problem: TaskProblem, answer: str | None, other: str | None) -> bool:
         """Return whether two answers to a problem are equally good, right or wrong; used by mining."""
         return self.equivalent(answer, other)
+
+
+async def grade(task: Task, compare: Callable[..., bool], *given: Any) -> bool:
+    """Return the result of `compare`; it runs in a thread if the task runs programs, so that other answers go on."""
+    if task.runs_programs:
+        return await asyncio.to_thread(compare, *given)
+    return compare(*given)
 
 
 TASKS: Registry[Task] = Registry("task", "reprieve.tasks")

@@ -52,7 +52,7 @@ class ProgramsTask(FileTask):
     unsafe: bool = False
 
     graded: bool = field(default=True, init=False)
-    runs_programs: bool = field(default=True, init=False)  # grading waits for processes; other work can continue
+    runs_programs: bool = field(default=True, init=False)
     splits: tuple[str, ...] = field(default=("test",), init=False)
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from reprieve.engine.text import encode_chat, render_chat
 from reprieve.errors import SpecError
-from reprieve.settings import PromptSettings
+from reprieve.settings import MAX_PROBLEMS, ProblemSettings, PromptSettings
 from reprieve.tasks.answers import THINKING_BEGINS, THINKING_ENDS, after_thinking
 from reprieve.tasks.base import Task, TaskProblem
 from reprieve.tasks.graders import Grader
@@ -94,13 +94,15 @@ class PromptedTask:
     graded: bool = field(init=False)
     splits: tuple[str, ...] = field(init=False)
     stop: tuple[str, ...] = field(init=False)
+    chat_stop: tuple[str, ...] = field(init=False)
+    runs_programs: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.runs_programs = getattr(self.task, "runs_programs", False)
+        self.runs_programs = self.task.runs_programs
         self.name, self.graded, self.splits = self.task.name, self.task.graded, self.task.splits
         # Stop texts prevent further worked examples after a raw prompt; a chat ends by itself and may contain them.
         chats = self.format.settings.chat_template
-        self.stop = tuple(getattr(self.task, "chat_stop", ())) if chats else tuple(self.task.stop)
+        self.stop = self.chat_stop = tuple(self.task.chat_stop if chats else self.task.stop)
 
     @property
     def grader(self) -> Grader:
@@ -146,6 +148,32 @@ def with_prompts(task: Task, tokenizer: Any, settings: PromptSettings | None = N
     settings = settings or PromptSettings()
     length = task.max_new_tokens if settings.max_new_tokens is None else settings.max_new_tokens
     return PromptedTask(task, PromptFormat(tokenizer, settings), length)
+
+
+def problems_of(task: Task, chosen: ProblemSettings, num_positions: int | None) -> list[TaskProblem]:
+    """Return the chosen problems of a task; its answers are shortened to what fits into the models' context.
+
+    Args:
+        num_positions: tokens that the models read; None if unknown.
+
+    Raises:
+        SpecError: a split without problems, or an offset beyond them.
+    """
+    problems = task.problems(chosen.split, chosen.limit, offset=chosen.offset)
+    if not problems:
+        raise SpecError(_no_problems(task, chosen.split, chosen.offset))
+    if isinstance(task, PromptedTask) and num_positions is not None:
+        task.fit(problems, num_positions)
+    return problems
+
+
+def _no_problems(task: Task, split: str, offset: int) -> str:
+    """Return why there are no problems: an offset beyond them, or a split that is empty."""
+    sizes = {name: len(task.problems(name, MAX_PROBLEMS)) for name in task.splits if name != "all"}
+    if size := sizes.get(split, 0):
+        return f"offset must be below the {size} problems in split {split!r} of task {task.name}, got {offset}"
+    others = ", ".join(f"{size} in {name!r}" for name, size in sizes.items() if size) or "none anywhere"
+    return f"split {split!r} of task {task.name} holds no problems; there are {others}"
 
 
 def prompt_ids_of(problem: TaskProblem, tokenizer: Any) -> list[int]:
