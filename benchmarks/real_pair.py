@@ -2,8 +2,8 @@
 
     python benchmarks/real_pair.py [--data FOLDER]
 
-Models come from the hub or, if it cannot be reached, from Python packages that contain Qwen's own Q4_K_M GGUF files in
-parts (Apache-2.0); these are joined, checked and converted to transformers folders. Everything goes to a cache folder
+Models are Qwen's own Q4_K_M GGUF files (Apache-2.0), from the hub or, if it cannot be reached, from Python packages
+that contain them in parts. They are checked and converted to transformers folders. Everything goes to a cache folder
 outside the repository (`REPRIEVE_CACHE`, by default ~/.cache/reprieve); `runs/real-pair` links to it. Existing files
 are not fetched again. `make real-pair` runs this and then the tables of the study.
 """
@@ -27,7 +27,6 @@ from reprieve.files import replace_file
 
 ROOT = Path(__file__).parent.parent
 LINK = ROOT / "runs" / "real-pair"
-_FILES = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.json"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Model:
     Args:
         hub: its name on the hub.
         package: name pattern of the packages that carry its GGUF file.
-        sha256: of the joined file.
+        sha256: of the GGUF file.
     """
 
     role: str
@@ -50,6 +49,11 @@ class Model:
     @property
     def wheels(self) -> list[str]:
         return [self.package.format(number) for number in range(1, self.num_parts + 1)]
+
+    @property
+    def hub_file(self) -> tuple[str, str]:
+        """Repository and name of its GGUF file on the hub."""
+        return f"{self.hub}-GGUF", f"{self.hub.partition('/')[2].lower()}-q4_k_m.gguf"
 
 
 MODELS = (
@@ -76,27 +80,31 @@ def fetch_model(model: Model, folder: Path) -> None:
     if target_folder.is_dir():
         return
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        ready = Path(temporary) / model.role
-        if not from_hub(model, ready):
-            gguf = folder / f"{model.role}.gguf"
-            if not gguf.is_file():
-                join_parts(model, gguf)
-            convert(gguf, ready)
+        ready, gguf = Path(temporary) / model.role, folder / f"{model.role}.gguf"
+        if not gguf.is_file() and not from_hub(model, gguf):
+            join_parts(model, gguf)
+        convert(gguf, ready)
         ready.rename(target_folder)
     print(f"{model.role}: {model.hub} in {target_folder}", flush=True)
 
 
-def from_hub(model: Model, folder: Path) -> bool:
-    """Download a model from the hub; False where the hub cannot be reached."""
-    from huggingface_hub import snapshot_download
+def from_hub(model: Model, path: Path) -> bool:
+    """Download a GGUF file from the hub; False where the hub cannot be reached, or has another file."""
+    from huggingface_hub import hf_hub_download
 
-    try:
-        print(f"{model.role}: downloading {model.hub} from the hub", flush=True)
-        snapshot_download(model.hub, local_dir=folder, allow_patterns=_FILES, etag_timeout=5)
-    except Exception as error:  # no network, a proxy's refusal, a missing repository
-        print(f"{model.role}: the hub failed ({type(error).__name__}); using Python packages", flush=True)
-        shutil.rmtree(folder, ignore_errors=True)
-        return False
+    repository, name = model.hub_file
+    with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
+        try:
+            print(f"{model.role}: downloading {name} from the hub", flush=True)
+            downloaded = Path(hf_hub_download(repository, name, local_dir=temporary, etag_timeout=5))
+        except Exception as error:  # no network, a proxy's refusal, a missing repository
+            print(f"{model.role}: the hub failed ({type(error).__name__}); using Python packages", flush=True)
+            return False
+        with downloaded.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != model.sha256:
+                print(f"{model.role}: the hub has another {name}; using Python packages", flush=True)
+                return False
+        downloaded.rename(path)
     return True
 
 
