@@ -113,7 +113,7 @@ def ceiling(labels_folder: Path, run_folder: Path) -> dict[str, Any]:
     counts = np.array([[len(one.response_ids), num_rounds(one, k)] for one in perfect], float)
     table.append(row(CEILING, [record.correct for record in records[TARGET_ONLY]], counts, lossless))
     note = f"n = {len(kept)} {config['split']} problems, greedy, K = {k}; brackets are 95% intervals."
-    return part(["decided by", "solved, %", "tokens per round", "over lossless"], table, note)
+    return part(["decided by", "solved, %", "tokens per round", "tokens per round, over lossless"], table, note)
 
 
 def main() -> None:
