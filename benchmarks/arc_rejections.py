@@ -27,9 +27,9 @@ from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.cli.main import run_command
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
+from reprieve.engine.continuations import ContinuationDecoder, Session
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.mining.target import LocalTarget, ResponseFormat, gather_all
-from reprieve.models.batch_decoder import BatchDecoder, Session
 from reprieve.models.cached_model import eos_token_ids
 from reprieve.settings import (
     PairSettings,
@@ -271,7 +271,9 @@ def examine(
     """
     eos = frozenset(eos_token_ids(pair.target, pair.tokenizer))
     responses = ResponseFormat(pair.tokenizer, task, eos, max_new_tokens=params.max_new_tokens)
-    greedy = BatchDecoder(pair.target, num_rows=_ROWS, params=SamplingParams(), eos_ids=eos, stops=responses.stops)
+    greedy = ContinuationDecoder(
+        pair.target, num_rows=_ROWS, params=SamplingParams(), eos_ids=eos, stops=responses.stops
+    )
     found: dict[str, list[list[list[bool]]]] = {measure.name: [] for measure in measures}
     num_correct = 0
     for number, problem in enumerate(problems):

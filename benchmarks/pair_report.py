@@ -29,6 +29,7 @@ from recipes.pair.wordings import SENTENCES
 from reprieve.bench.environment import Environment
 from reprieve.bundles import bundle_of
 from reprieve.engine import Pair
+from reprieve.engine.continuations import ContinuationDecoder, Session
 from reprieve.errors import ReprieveError
 from reprieve.files import read_json, replace_file
 from reprieve.mining.building import build
@@ -36,9 +37,8 @@ from reprieve.mining.runner import mine_problems
 from reprieve.mining.settings import AutoJudgeMining
 from reprieve.mining.store import LabelStore, ProblemLabels
 from reprieve.mining.target import LocalTarget, ResponseFormat, gather_all
-from reprieve.models.batch_decoder import BatchDecoder, Session
 from reprieve.models.cached_model import eos_token_ids, forward_seconds
-from reprieve.models.identity import model_folder
+from reprieve.models.stored import model_folder
 from reprieve.settings import PairSettings
 from reprieve.stats import wilson_interval
 from reprieve.tasks import Task, TaskProblem, load_task
@@ -65,7 +65,7 @@ class Writer:
             pair.tokenizer, task, frozenset(eos_token_ids(pair.target, pair.tokenizer)), task.max_new_tokens
         )
         params = reprieve.SamplingParams()
-        self.decoder = BatchDecoder(model, num_rows=NUM_ROWS, params=params, eos_ids=self.format.eos_ids)
+        self.decoder = ContinuationDecoder(model, num_rows=NUM_ROWS, params=params, eos_ids=self.format.eos_ids)
 
     def write(self, problems: Sequence[TaskProblem], begun: Sequence[str] = ()) -> list[str]:
         """Return a solution of each problem that begins with its text in `begun`."""

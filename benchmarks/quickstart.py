@@ -23,7 +23,7 @@ from typing import Any
 from arms import bundled, run, whole
 from reprieve.bundles import Bundle
 from reprieve.files import replace_file
-from reprieve.heads.binding import digest
+from reprieve.identity import digest
 from reprieve.mining.store import LabelStore
 from reprieve.tasks import load_task
 

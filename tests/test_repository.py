@@ -18,7 +18,7 @@ SOURCE = ROOT / "src" / "reprieve"
 # A module may import only from its own entry of this list and from earlier ones.
 FLOORS = (
     "errors", "display", "specs", "needs", "transfers", "types", "files", "stats",
-    "bundles", "settings",
+    "bundles", "settings", "identity",
     "rules", "heads", "policies", "models", "drafters", "engine", "tasks",
     "bench", "backends", "mining", "training", "certify", "vllm_plugin", "playground", "cli",
 )  # fmt: skip

@@ -23,9 +23,10 @@ from reprieve.cli.train import report_arbiter
 from reprieve.engine import Pair
 from reprieve.errors import SpecError, import_extra
 from reprieve.heads.arbiter import Arbiter
-from reprieve.heads.binding import digest, warn_of_transfer
 from reprieve.heads.files import claim_head
+from reprieve.heads.loading import warn_of_transfer
 from reprieve.heads.settings import ArbiterShape
+from reprieve.identity import digest
 from reprieve.models.arbiter import ArbiterModel
 from reprieve.tasks import Task
 from reprieve.training.arbiter_warm_up import RoundReader, keep_best

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from reprieve.backends.concurrency import iterate, results_of
-from reprieve.models.batch_decoder import Stepper, TextBatch
+from reprieve.engine.batches import Stepper, TextBatch
 
 
 @dataclass(eq=False)

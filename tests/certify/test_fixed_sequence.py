@@ -18,8 +18,8 @@ from reprieve.certify.bounds import ConfidenceSequence, betting_pvalue, hoeffdin
 from reprieve.certify.fixed_sequence import losses_of, paired_test, pvalue, walk
 from reprieve.certify.settings import NET_DROP, REGRESSION, Promise
 from reprieve.errors import PairError, ReprieveError, SpecError
-from reprieve.heads.binding import PairIdentity
 from reprieve.heads.certificates import Certificate, Conditions, portable_spec, read_certificates, warn_of_certificates
+from reprieve.identity import PairIdentity
 from reprieve.rules.judge import JudgeRule
 from reprieve.rules.margin import MarginRule
 from reprieve.settings import PromptSettings, SamplingSettings

@@ -8,9 +8,9 @@ from transformers import AutoTokenizer
 
 from reprieve.cli.main import main
 from reprieve.engine import SpeculativeDecoder
+from reprieve.engine.continuations import ContinuationDecoder
 from reprieve.heads.loading import load_head
 from reprieve.mining.store import LabelStore
-from reprieve.models.batch_decoder import BatchDecoder
 from tests.kit.chats import save_chat_pair
 
 LENGTH = "24"
@@ -25,7 +25,7 @@ def pair(tmp_path_factory):
 def read(monkeypatch):
     """Token ids of every prompt that is decoded."""
     seen = []
-    generate, submit = SpeculativeDecoder.generate, BatchDecoder.submit
+    generate, submit = SpeculativeDecoder.generate, ContinuationDecoder.submit
 
     def spied(self, prompt, *rest, **more):
         seen.append(self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt))
@@ -33,7 +33,7 @@ def read(monkeypatch):
 
     monkeypatch.setattr(SpeculativeDecoder, "generate", spied)
     monkeypatch.setattr(
-        BatchDecoder, "submit", lambda self, given: seen.append(given.prefix_ids) or submit(self, given)
+        ContinuationDecoder, "submit", lambda self, given: seen.append(given.prefix_ids) or submit(self, given)
     )
     return seen
 

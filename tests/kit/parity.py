@@ -9,11 +9,11 @@ from recipes.arbiter.rollouts import RolloutSettings
 from reprieve.drafters import DraftModelDrafter
 from reprieve.engine import SpeculativeDecoder
 from reprieve.engine.batched import BatchedSpeculativeDecoder
+from reprieve.engine.continuations import ContinuationDecoder
 from reprieve.heads.settings import ArbiterShape
 from reprieve.mining.settings import TraceMining
 from reprieve.mining.target import LocalTarget, ResponseFormat
 from reprieve.mining.traces import ArbitrationMiner, BatchedTracer, DecoderTracer
-from reprieve.models.batch_decoder import BatchDecoder
 from reprieve.rules import LosslessRule
 from reprieve.settings import PairSettings, SamplingSettings
 from reprieve.tasks import TaskProblem
@@ -43,7 +43,7 @@ def miner_of(pair, *, temperature=0.0, judge=None, num_rollouts=1, batched=False
         num_draft_tokens=4, num_rollouts=num_rollouts, sampling=SamplingSettings(temperature), seed=5, **settings
     )
     responses = ResponseFormat(pair.tokenizer, ParityTask(), frozenset(), 24)
-    target = LocalTarget(BatchDecoder(pair.target, num_rows=8, params=settings.params, eos_ids=frozenset()))
+    target = LocalTarget(ContinuationDecoder(pair.target, num_rows=8, params=settings.params, eos_ids=frozenset()))
 
     def make_decoder():
         drafter = DraftModelDrafter(pair.cached_draft(), CPU)

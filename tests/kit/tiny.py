@@ -19,11 +19,11 @@ from transformers import (
 
 from reprieve.drafters.length import RoundLength
 from reprieve.heads.arbiter import Arbiter
-from reprieve.heads.binding import PairIdentity
 from reprieve.heads.classifiers import Head, JudgeHead, PivotHead, StateArbiter
 from reprieve.heads.length import LengthHead
 from reprieve.heads.lts import LtsCalibration
 from reprieve.heads.settings import ArbiterShape, FeatureRecipe
+from reprieve.identity import PairIdentity
 from reprieve.models.eagle3 import EagleConfig, EagleHead
 from reprieve.models.sampling import Sampler
 from reprieve.needs import Need

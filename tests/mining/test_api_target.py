@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from reprieve.engine.continuations import Session
 from reprieve.errors import SpecError
 from reprieve.mining.building import build
 from reprieve.mining.settings import AutoJudgeMining
 from reprieve.mining.target import ApiTarget, ResponseFormat, TokenizationError
-from reprieve.models.batch_decoder import Session
 from reprieve.settings import PairSettings, SamplingParams
 from tests.kit.mining import EOS, ScriptedTarget, miner, problem
 

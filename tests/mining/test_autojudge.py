@@ -12,13 +12,13 @@ from reprieve.backends.settings import EngineSettings
 from reprieve.cli.main import main
 from reprieve.drafters.eagle3 import EagleSettings
 from reprieve.engine import load_pair
+from reprieve.engine.continuations import ContinuationDecoder, Session, TextRequest
 from reprieve.errors import SpecError
 from reprieve.mining.building import build
 from reprieve.mining.draft import BatchedDraft, DraftReader, EagleModel
 from reprieve.mining.pivot import seeded_draw
 from reprieve.mining.settings import AutoJudgeMining, PivotMining
 from reprieve.mining.store import MINED, NO_ANSWER, LabelStore
-from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest
 from reprieve.models.cached_model import CachedModel
 from reprieve.models.sampling import GumbelNoise, Sampler, UniformDraw, _gumbel, choose, gumbel_choice
 from reprieve.settings import PairSettings, SamplingParams, SamplingSettings
@@ -121,7 +121,7 @@ def test_batched_decoding_equals_single_decoding_and_reads_prefixes_once(kind, a
     alone = reprieve.SpeculativeDecoder(CachedModel(model), None, NumberTokenizer())
     params = SamplingParams(max_new_tokens=20)
     wanted = [alone.generate(text, params).token_ids for text in texts]
-    decoder = BatchDecoder(model, num_rows=3, params=params, eos_ids=frozenset())
+    decoder = ContinuationDecoder(model, num_rows=3, params=params, eos_ids=frozenset())
     decoder._reads_at_once = at_once
     got, sessions = {}, [Session() for _ in texts]
 
@@ -147,7 +147,7 @@ def test_rollouts_of_one_prefix_read_it_once_or_at_once(monkeypatch, at_once):
     monkeypatch.setattr("reprieve.models.row_model._PREFILL_TOKENS", 64)
     model = tiny_model(seed=2)
     prefixes = [list(range(30)), list(range(4, 28))]
-    decoder = BatchDecoder(model, num_rows=12, params=SamplingParams(), eos_ids=frozenset())
+    decoder = ContinuationDecoder(model, num_rows=12, params=SamplingParams(), eos_ids=frozenset())
     decoder._reads_at_once = at_once  # then in one forward, and each reads it
     got = []
     for prefix in prefixes:
@@ -169,7 +169,7 @@ def test_only_texts_that_others_can_begin_with_are_kept():
     model, sampled = tiny_model(seed=2), SamplingParams(temperature=1.0)
     for draw, num_kept in ((None, 2), (seeded_draw(1, 2), 1)):
         params = SamplingParams() if draw is None else sampled
-        decoder = BatchDecoder(model, num_rows=2, params=params, eos_ids=frozenset())
+        decoder = ContinuationDecoder(model, num_rows=2, params=params, eos_ids=frozenset())
         session = Session()
         decoder.submit(TextRequest(session, [3, 4, 5], 6, draw, lambda ids: None))
         while not decoder.idle:
@@ -180,8 +180,8 @@ def test_only_texts_that_others_can_begin_with_are_kept():
 def test_batches_need_rows_and_room():
     model = tiny_model()
     with pytest.raises(SpecError, match="num_rows must be 1 or more, got 0"):
-        BatchDecoder(model, num_rows=0, params=SamplingParams(), eos_ids=frozenset())
-    decoder = BatchDecoder(model, num_rows=1, params=SamplingParams(), eos_ids=frozenset())
+        ContinuationDecoder(model, num_rows=0, params=SamplingParams(), eos_ids=frozenset())
+    decoder = ContinuationDecoder(model, num_rows=1, params=SamplingParams(), eos_ids=frozenset())
     with pytest.raises(reprieve.errors.ContextOverflowError, match="need 321 positions"):
         decoder.submit(TextRequest(Session(), [1] * 21, 300, None, print))
 
@@ -338,7 +338,7 @@ def test_sampled_suffixes_with_the_same_prefix_are_the_same():
     params = SamplingParams(temperature=1.0)
     texts = []
     for _ in range(2):
-        decoder = BatchDecoder(model, num_rows=2, params=params, eos_ids=frozenset())
+        decoder = ContinuationDecoder(model, num_rows=2, params=params, eos_ids=frozenset())
         got = []
         draw = GumbelNoise(5)
         decoder.submit(TextRequest(Session(), [1, 2, 3], 12, draw, got.append))

@@ -11,6 +11,7 @@ import torch
 
 from reprieve.engine import Pair
 from reprieve.engine.batched import BatchedSpeculativeDecoder
+from reprieve.engine.batches import Stepper
 from reprieve.errors import SpecError
 from reprieve.mining import building
 from reprieve.mining.building import build
@@ -28,7 +29,6 @@ from reprieve.mining.runner import mine_problems
 from reprieve.mining.settings import PivotMining
 from reprieve.mining.store import LabelStore
 from reprieve.mining.target import Target
-from reprieve.models.batch_decoder import Stepper
 from reprieve.models.cached_model import CachedModel
 from reprieve.settings import PairSettings, PromptSettings, SamplingParams
 from tests.kit.mining import EOS, problem, responses

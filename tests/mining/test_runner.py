@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
+from reprieve.engine.continuations import ContinuationDecoder, Session
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.mining.runner import mine_problems
 from reprieve.mining.store import LabelStore
 from reprieve.mining.target import LocalTarget, gather_all
-from reprieve.models.batch_decoder import BatchDecoder, Session
 from reprieve.models.sampling import UniformDraw
 from reprieve.settings import SamplingParams
 from tests.kit.mining import problem
@@ -51,7 +51,7 @@ def test_failed_problems_are_reported_and_retried_without_labels(tmp_path, capsy
 def test_a_failed_forward_fails_its_problems_without_hanging():
     model = tiny_model()
     params = SamplingParams(temperature=1.0)
-    decoder = BatchDecoder(model, num_rows=2, params=params, eos_ids=frozenset())
+    decoder = ContinuationDecoder(model, num_rows=2, params=params, eos_ids=frozenset())
     target = LocalTarget(decoder)
 
     def fail():
@@ -67,7 +67,7 @@ def test_a_failed_forward_fails_its_problems_without_hanging():
 
 
 def test_a_cancelled_problem_leaves_no_request_behind():
-    decoder = BatchDecoder(tiny_model(), num_rows=1, params=SamplingParams(), eos_ids=frozenset())
+    decoder = ContinuationDecoder(tiny_model(), num_rows=1, params=SamplingParams(), eos_ids=frozenset())
     target = LocalTarget(decoder)
 
     async def fail():

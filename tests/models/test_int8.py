@@ -7,9 +7,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from reprieve.engine import SpeculativeDecoder, load_pair
 from reprieve.errors import SpecError, UnsupportedModelError
 from reprieve.models.cached_model import CachedModel
-from reprieve.models.identity import stored_identity
 from reprieve.models.int8 import Int8Linear, dtype_name, output_weights, quantise, require_int8
 from reprieve.models.loading import ModelPair, weights_fingerprint
+from reprieve.models.stored import stored_identity
 from reprieve.settings import PairSettings, SamplingParams
 from tests.kit.chats import save_chat_pair
 from tests.kit.tiny import ARCHITECTURES, VOCAB_SIZE, tiny_model

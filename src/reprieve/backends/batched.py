@@ -15,9 +15,9 @@ from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.drafters import DRAFTERS, EagleSettings
 from reprieve.engine import DRAFT_ONLY, Pair, SamplingParams
 from reprieve.engine.batched import BatchedSpeculativeDecoder, Request, refusal
+from reprieve.engine.batches import Stepper
 from reprieve.engine.text import token_ids_of
 from reprieve.errors import SpecError
-from reprieve.models.batch_decoder import Stepper
 from reprieve.rules import LosslessRule, Rule
 from reprieve.settings import NumDraftTokens
 from reprieve.tasks import Task, TaskProblem

@@ -16,7 +16,7 @@ from reprieve.drafters import DRAFTERS
 from reprieve.errors import EngineError, SpecError
 from reprieve.heads.certificates import portable_spec
 from reprieve.heads.files import find_head
-from reprieve.models.identity import model_folder
+from reprieve.models.stored import model_folder
 from reprieve.needs import Need
 from reprieve.policies.fields import SWITCH, THRESHOLD
 from reprieve.rules import LosslessRule, Rule, parse_rule

@@ -20,7 +20,7 @@ from reprieve.backends.settings import (
 from reprieve.bench.engine import Engine
 from reprieve.engine.processes import load_configured
 from reprieve.errors import SpecError
-from reprieve.models.identity import stored_identity
+from reprieve.models.stored import stored_identity
 from reprieve.settings import PairSettings
 
 

@@ -20,8 +20,8 @@ from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.drafters import DRAFTERS
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, SamplingParams
 from reprieve.errors import EngineError, ReprieveError, SpecError
-from reprieve.heads.binding import PairIdentity, digest
 from reprieve.heads.files import find_head
+from reprieve.identity import PairIdentity, digest
 from reprieve.settings import NumDraftTokens, wrapped_seed
 from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.prompting import prompt_of

@@ -10,8 +10,8 @@ from reprieve.bench.arms import Arm
 from reprieve.bench.records import ProblemRecord
 from reprieve.bench.settings import RunSettings
 from reprieve.errors import SpecError
-from reprieve.heads.binding import EngineIdentity, PairIdentity
 from reprieve.heads.certificates import Conditions
+from reprieve.identity import EngineIdentity, PairIdentity
 from reprieve.settings import AUTO, NumDraftTokens
 from reprieve.tasks import Task, TaskProblem
 

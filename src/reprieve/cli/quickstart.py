@@ -32,7 +32,7 @@ from reprieve.errors import (
     require_whole,
 )
 from reprieve.files import first_difference, read_json, replace_file
-from reprieve.heads.binding import digest
+from reprieve.identity import digest
 from reprieve.mining.settings import AutoJudgeMining
 from reprieve.settings import AUTO, NumDraftTokens, PairSettings, PromptSettings, describe_format, require_draft_tokens
 from reprieve.specs import quoted
@@ -247,7 +247,7 @@ class Quickstart(Command):
             the prompt settings, how many problems to mine and to certify on, and whether those can prove the promise.
         """
         from reprieve.backends.making import make_engine
-        from reprieve.models.identity import stored_positions
+        from reprieve.models.stored import stored_positions
         from reprieve.tasks import load_task
         from reprieve.tasks.prompting import with_prompts
 

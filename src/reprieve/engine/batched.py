@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from reprieve.engine.answer import Answer
+from reprieve.engine.batches import TextBatch, TextRow
 from reprieve.engine.pair import Pair
 from reprieve.engine.row_drafters import ACCEPT, FREE_ROW, NOISE, TARGET, RowBlock, RowText, row_drafter
 from reprieve.engine.text import token_ids_of
 from reprieve.errors import SpecError, require_whole
-from reprieve.models.batch_decoder import TextBatch, TextRow
 from reprieve.models.cached_model import eos_token_ids, require_positions, same_vocabulary
 from reprieve.models.eagle3 import EagleHead
 from reprieve.models.row_model import RowModel, Unread, refuse_varying_positions

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.files import converted, parse_json, read_file, read_json, replace_file
-from reprieve.heads.binding import PairIdentity, digest
 from reprieve.heads.files import CARD, CERTIFICATES, CONFIG, WEIGHTS, find_head, require_free, signature
+from reprieve.identity import PairIdentity, digest
 from reprieve.specs import Registry
 
 SCHEMA = 1

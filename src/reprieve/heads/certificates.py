@@ -16,8 +16,8 @@ from typing import Any
 
 from reprieve.errors import PairError, ReprieveError, SpecError
 from reprieve.files import read_json, record_from
-from reprieve.heads.binding import EngineIdentity, PairIdentity
 from reprieve.heads.files import CERTIFICATES, signature
+from reprieve.identity import EngineIdentity, PairIdentity
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.learned import HeadRule
 from reprieve.settings import NumDraftTokens, PromptSettings, SamplingSettings, describe_format

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from reprieve.errors import ReprieveError, SpecError, require_whole
 from reprieve.files import read_json, replace_file
-from reprieve.heads.binding import PairIdentity, digest
 from reprieve.heads.classifiers import Head
 from reprieve.heads.settings import FeatureRecipe
+from reprieve.identity import PairIdentity, digest
 from reprieve.types import Evidence
 
 MIN_FOLDS, MAX_FOLDS = 2, 64

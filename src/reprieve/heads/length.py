@@ -11,7 +11,7 @@ from torch import Tensor
 from reprieve.bundles import bundle_of
 from reprieve.errors import ReprieveError, SpecError, require_range, require_whole
 from reprieve.heads.artefact import Artefact, register_head
-from reprieve.heads.binding import PairIdentity, digest
+from reprieve.identity import PairIdentity, digest
 from reprieve.rules import Rule
 from reprieve.settings import AUTO, MAX_DRAFT_TOKENS, NumDraftTokens, named_length, require_draft_tokens
 

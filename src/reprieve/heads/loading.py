@@ -15,11 +15,11 @@ from typing import Any, cast
 from reprieve.bundles import BUNDLED_HEADS, bundle_of
 from reprieve.errors import SpecError
 from reprieve.heads.artefact import HEADS, Artefact
-from reprieve.heads.binding import PairIdentity, warn_of_transfer
 from reprieve.heads.certificates import Conditions, read_certificates, warn_of_certificates
 from reprieve.heads.classifiers import Head
 from reprieve.heads.files import find_head, kind_of
 from reprieve.heads.folds import FoldedHead, fold_folder, read_folds
+from reprieve.identity import PairIdentity
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.learned import HeadRule, LearnedRule
 from reprieve.settings import describe_format
@@ -187,3 +187,12 @@ def name_problems(problems: Sequence[Any]) -> str:
     names = ", ".join(problem.problem_id for problem in problems[:5])
     more = len(problems) - 5
     return names + (f" and {more} more" if more > 0 else "")
+
+
+def warn_of_transfer(what: str, made_for: str, used_on: str) -> None:
+    """Warn if a head is used on a task other than its own (less accurate in AutoJudge's appendices D and M)."""
+    if made_for.partition(":")[0] != used_on.partition(":")[0]:  # settings such as a path do not count
+        warnings.warn(
+            f"{what} was trained on task {made_for!r} and is used on {used_on!r}; measure accuracy there before use",
+            stacklevel=3,
+        )

@@ -17,9 +17,11 @@ from reprieve.drafters import DRAFTERS
 from reprieve.drafters.eagle3 import EagleSettings
 from reprieve.engine import Pair
 from reprieve.engine.batched import BatchedSpeculativeDecoder, Request
+from reprieve.engine.batches import Stepper
+from reprieve.engine.continuations import ContinuationDecoder
 from reprieve.engine.processes import load_configured
 from reprieve.errors import SpecError
-from reprieve.heads.binding import PairIdentity
+from reprieve.identity import PairIdentity
 from reprieve.mining.autojudge import AutoJudgeMiner
 from reprieve.mining.draft import BatchedDraft, Draft, DraftReader, EagleModel
 from reprieve.mining.pivot import (
@@ -39,11 +41,10 @@ from reprieve.mining.settings import AutoJudgeMining, MiningSettings, PivotMinin
 from reprieve.mining.store import API_WEIGHTS, ProblemLabels
 from reprieve.mining.target import ApiTarget, LocalTarget, ResponseFormat, Target
 from reprieve.mining.traces import LABELS_VERSION, ArbitrationMiner, BatchedTracer, DecoderTracer, Tracer
-from reprieve.models.batch_decoder import BatchDecoder, Stepper
 from reprieve.models.cached_model import CachedModel, HiddenLayers, eos_token_ids
 from reprieve.models.eagle3 import EagleHead
-from reprieve.models.identity import stored_generation, stored_identity
 from reprieve.models.sampling import DRAWS_VERSION, GumbelNoise, Sampler
+from reprieve.models.stored import stored_generation, stored_identity
 from reprieve.rules import LosslessRule
 from reprieve.specs import parse_spec
 from reprieve.tasks import TaskProblem, load_task
@@ -225,7 +226,7 @@ def _target(settings: MiningSettings, pair: Pair, responses: ResponseFormat, ser
     if isinstance(settings, AutoJudgeMining) and settings.api_url is not None:
         client = openai_client(settings.api_url)
         return ApiTarget(client, settings.pair.target, responses, prompts=settings.api_prompts)
-    decoder = BatchDecoder(
+    decoder = ContinuationDecoder(
         pair.target,
         num_rows=settings.in_flight * settings.rows_per_problem,
         params=settings.params,

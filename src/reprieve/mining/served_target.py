@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from reprieve.backends.client import Client
+from reprieve.engine.continuations import Session
 from reprieve.errors import SpecError
 from reprieve.mining.target import ResponseFormat, Target
-from reprieve.models.batch_decoder import Session
 from reprieve.models.cached_model import CachedModel
 from reprieve.models.sampling import Draw, UniformDraw
 from reprieve.settings import SamplingParams

@@ -25,7 +25,7 @@ from reprieve.files import (
     record_from,
     replace_file,
 )
-from reprieve.heads.binding import PairIdentity, digest
+from reprieve.identity import PairIdentity, digest
 from reprieve.tasks.answers import ANSWERS_VERSION
 
 if TYPE_CHECKING:

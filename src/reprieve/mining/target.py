@@ -7,8 +7,9 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from reprieve.engine.batches import Stepper
+from reprieve.engine.continuations import ContinuationDecoder, Session, TextRequest
 from reprieve.errors import ReprieveError, SpecError, require_choice
-from reprieve.models.batch_decoder import BatchDecoder, Session, Stepper, TextRequest
 from reprieve.models.sampling import Draw
 from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.base import grade
@@ -139,7 +140,7 @@ class Continuations:
 class LocalTarget(Target):
     """Local target; the requests of all problems in flight share forwards."""
 
-    def __init__(self, decoder: BatchDecoder) -> None:
+    def __init__(self, decoder: ContinuationDecoder) -> None:
         self._stepper: Stepper[TextRequest, list[int]] = Stepper(decoder)
 
     async def complete(

@@ -21,9 +21,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 
 from reprieve.errors import PairError, ReprieveError, require_whole
 from reprieve.files import read_file, read_json
-from reprieve.heads.binding import PairIdentity, digest
 from reprieve.heads.files import find_head
 from reprieve.heads.settings import default_layers
+from reprieve.identity import PairIdentity, digest
 from reprieve.models.attention import additive, without_cudnn
 from reprieve.models.cache import RollbackCache
 from reprieve.types import HiddenStates

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from reprieve.bundles import BUNDLES, source_of
 from reprieve.errors import PairError, ReprieveError, SpecError, UnsupportedModelError, import_extra, require_choice
-from reprieve.heads.binding import PairIdentity, digest, tokenizer_fingerprint
+from reprieve.identity import PairIdentity, digest, tokenizer_fingerprint
 from reprieve.models.cached_model import (
     CachedModel,
     HiddenLayers,

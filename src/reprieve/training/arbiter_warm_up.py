@@ -19,8 +19,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from reprieve.engine import Pair
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.heads.arbiter import READINGS, Arbiter
-from reprieve.heads.binding import digest
 from reprieve.heads.features import TokenStates, assemble, distribution_scalars
+from reprieve.identity import digest
 from reprieve.mining.store import LabelStore, ProblemLabels
 from reprieve.mining.traces import LABELS_VERSION, soft_label
 from reprieve.models.arbiter import ArbiterModel, ArbitrationRound

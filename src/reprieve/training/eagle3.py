@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 from reprieve.engine import Pair
 from reprieve.errors import ReprieveError, import_extra
 from reprieve.files import replace_file
-from reprieve.heads.binding import digest
+from reprieve.identity import digest
 from reprieve.models.attention import without_cudnn
 from reprieve.models.int8 import output_weights
 from reprieve.training.loop import NetworkLearner, learning_rate_at, train

@@ -14,8 +14,8 @@ from torch import Tensor
 from reprieve.drafters.length import Recent, position_feature, token_log_prob
 from reprieve.engine import Pair
 from reprieve.errors import SpecError
-from reprieve.heads.binding import digest
 from reprieve.heads.length import SCALARS, LengthHead
+from reprieve.identity import digest
 from reprieve.models.cached_model import eos_token_ids, forward_seconds
 from reprieve.rules import Rule
 from reprieve.settings import SamplingParams

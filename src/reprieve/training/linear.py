@@ -17,8 +17,8 @@ from sklearn.metrics import log_loss
 from torch import Tensor
 
 from reprieve.errors import SpecError
-from reprieve.heads.binding import PairIdentity
 from reprieve.heads.classifiers import NEUTRAL, JudgeHead, StateArbiter
+from reprieve.identity import PairIdentity
 from reprieve.training.features import (
     LabelledTokens,
     auc,

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 
 from reprieve.engine import Pair
+from reprieve.engine.continuations import ContinuationDecoder, Session, TextRequest
 from reprieve.errors import ReprieveError
 from reprieve.files import append_line, read_records
-from reprieve.heads.binding import digest
-from reprieve.models.batch_decoder import BatchDecoder, Session, TextRequest
+from reprieve.identity import digest
 from reprieve.models.cached_model import eos_token_ids
 from reprieve.models.sampling import UniformDraw
 from reprieve.settings import ProblemSettings, SamplingParams
@@ -61,7 +61,7 @@ def write_own_texts(
     read = _read(path, pair.vocab_size)
     texts = {text.problem_id: text for text in read if prompts.get(text.problem_id) == text.prompt_ids}
     eos_ids = eos_token_ids(pair.target, pair.tokenizer)
-    decoder = BatchDecoder(pair.target, num_rows=_NUM_ROWS, params=params, eos_ids=eos_ids)
+    decoder = ContinuationDecoder(pair.target, num_rows=_NUM_ROWS, params=params, eos_ids=eos_ids)
 
     def keep(problem_id: str, token_ids: list[int]) -> None:
         texts[problem_id] = OwnText(problem_id, prompts[problem_id], token_ids)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from reprieve.heads.binding import PairIdentity
 from reprieve.heads.classifiers import PivotHead, pivot_logits
+from reprieve.identity import PairIdentity
 from reprieve.training.features import LabelledTokens, split_by_problem, summarise_held_out
 from reprieve.training.settings import PivotTraining
 from reprieve.types import Progress, no_progress

@@ -12,7 +12,7 @@ from typing import Any
 
 from reprieve.backends.running import require_handed_out
 from reprieve.errors import PairError, ReprieveError, SpecError, require_choice
-from reprieve.heads.binding import tokenizer_fingerprint
+from reprieve.identity import tokenizer_fingerprint
 from reprieve.needs import Need
 from reprieve.policies.menu import STRICT_ONLY, Menu
 from reprieve.policies.policy import STRICT_STRUCTURED

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from reprieve.models.batch_decoder import Stepper
+from reprieve.engine.batches import Stepper
 
 
 class Rows:

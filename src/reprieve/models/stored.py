@@ -16,7 +16,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from reprieve.bundles import source_of
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.files import read_json
-from reprieve.heads.binding import PairIdentity, tokenizer_fingerprint
+from reprieve.identity import PairIdentity, tokenizer_fingerprint
 from reprieve.models.int8 import INT8
 from reprieve.models.loading import (
     GGUF,

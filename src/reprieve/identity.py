@@ -1,10 +1,9 @@
-"""Binding of a head to its pair, tokenizer and task; checked at every use."""
+"""Identity of a pair and of an engine: what heads, labels, runs and certificates are compared by."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -66,15 +65,6 @@ class EngineIdentity:
     def engine_identity(self) -> dict[str, Any]:
         """These fields alone, by name."""
         return {item.name: getattr(self, item.name) for item in fields(EngineIdentity)}
-
-
-def warn_of_transfer(what: str, made_for: str, used_on: str) -> None:
-    """Warn if a head is used on a task other than its own (less accurate in AutoJudge's appendices D and M)."""
-    if made_for.partition(":")[0] != used_on.partition(":")[0]:  # settings such as a path do not count
-        warnings.warn(
-            f"{what} was trained on task {made_for!r} and is used on {used_on!r}; measure accuracy there before use",
-            stacklevel=3,
-        )
 
 
 def tokenizer_fingerprint(vocabulary: Mapping[str, int]) -> str:

@@ -10,8 +10,8 @@ from torch import nn
 from benchmarks.real_pair import quantise
 from reprieve.engine import load_pair
 from reprieve.errors import PairError, ReprieveError
-from reprieve.models.identity import stored_fingerprint, stored_identity
 from reprieve.models.loading import weights_fingerprint
+from reprieve.models.stored import stored_fingerprint, stored_identity
 from reprieve.settings import PairSettings
 from tests.kit.chats import save_chat_pair
 from tests.kit.pairs import ARITHMETIC
