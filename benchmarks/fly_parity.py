@@ -210,7 +210,7 @@ def proposals(blocks: Blocks, mode: str):
 def ours(blocks: Blocks, mode: str, rule, draws) -> list[int]:
     """Return how many tokens of each block the rule accepts, as the plugin applies it."""
     from reprieve.rules import RiskBudget
-    from reprieve.rules.batch import Batch, Row, decide
+    from reprieve.rules.batch import Batch, BatchRequest, decide
     from reprieve.types import gather_token
 
     token_ids, scores = blocks.flat(blocks.token_ids), blocks.flat(blocks.scores)
@@ -225,7 +225,7 @@ def ours(blocks: Blocks, mode: str, rule, draws) -> list[int]:
         num_draft_tokens=blocks.scores.shape[1],
     )
     greedy = mode == "greedy"
-    rows = [Row("fly", rule, length, greedy, True, RiskBudget.of(rule)) for length in blocks.lengths]
+    rows = [BatchRequest("fly", rule, length, greedy, True, RiskBudget.of(rule)) for length in blocks.lengths]
     decisions = decide(rows, batch)
     passes = (decisions.accept | decisions.lossless) & (token_ids >= 0)
     return [int(flags.long().cumprod(0).sum()) for flags in passes.split(blocks.lengths)]

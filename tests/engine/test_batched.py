@@ -271,6 +271,26 @@ def test_only_rows_with_a_text_are_read(monkeypatch):
         assert facts(made[number]) == facts(alone.generate([5, number], SamplingParams(max_new_tokens=limit)))
 
 
+def test_forwards_over_all_rows_ignore_the_free_ones(monkeypatch):
+    """As on a GPU, where texts stay in their rows."""
+    in_progress = BatchedSpeculativeDecoder._in_progress
+    monkeypatch.setattr(
+        BatchedSpeculativeDecoder, "_in_progress", lambda self, _: in_progress(self, torch.device("cuda"))
+    )
+    pair, made = pair_of(), {}
+    rules = [rule_of(spec, pair) for spec in ("lossless", "margin:delta=2")]
+    params = SamplingParams(max_new_tokens=40)
+    decoder = BatchedSpeculativeDecoder(pair, num_rows=4, num_draft_tokens=3, params=params, rules=rules)
+    given = [(rules[number % 2], limit) for number, limit in enumerate((1, 9, 30, 40))]
+    for number, (rule, limit) in enumerate(given):
+        decoder.submit(Request([5, number], rule, limit, lambda one, number=number: made.update({number: one})))
+    while not decoder.idle:
+        decoder.step()
+    for number, (rule, limit) in enumerate(given):
+        alone = pair.decoder(rule, num_draft_tokens=3).generate([5, number], SamplingParams(max_new_tokens=limit))
+        assert facts(made[number]) == facts(alone)
+
+
 def test_a_dropped_answer_frees_its_row():
     pair = pair_of()
     params = SamplingParams(max_new_tokens=20, eos_token_ids=())

@@ -64,11 +64,11 @@ def test_structured_outputs_follow_their_grammar(llm, problems):
 
 def test_padding_is_never_accepted_and_ends_a_block():
     from reprieve.rules import RiskBudget, parse_rule
-    from reprieve.rules.batch import Batch, Row, decide
+    from reprieve.rules.batch import Batch, BatchRequest, decide
 
     for spec in ("top_k:k=9", "fly:theta=0,window=1", "random:rate=1"):
         rule = parse_rule(spec)
-        row = Row(rule.name, rule, 4, True, True, RiskBudget.of(rule))
+        row = BatchRequest(rule.name, rule, 4, True, True, RiskBudget.of(rule))
         scores = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
         batch = Batch(
             torch.tensor([3, -1, 4, 5]), [4], scores, scores, torch.ones(4, dtype=torch.bool), noise=torch.rand(4)

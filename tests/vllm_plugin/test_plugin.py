@@ -14,7 +14,7 @@ from reprieve.errors import PairError, ReprieveError, SpecError
 from reprieve.policies.menu import Menu
 from reprieve.policies.policy import STRICT, Policy
 from reprieve.rules import RiskBudget, accepts, parse_rule
-from reprieve.rules.batch import Batch, Row, decide
+from reprieve.rules.batch import Batch, BatchRequest, decide
 from reprieve.types import Context
 from reprieve.vllm_plugin import probing
 from reprieve.vllm_plugin.configuration import (
@@ -31,7 +31,7 @@ V = 12
 
 def row(rule, num_drafted, *, greedy=True, trusted=True):
     rule = parse_rule(rule) if isinstance(rule, str) else rule
-    return Row(rule.name, rule, num_drafted, greedy, trusted, RiskBudget.of(rule))
+    return BatchRequest(rule.name, rule, num_drafted, greedy, trusted, RiskBudget.of(rule))
 
 
 class Letters:

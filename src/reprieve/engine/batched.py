@@ -24,8 +24,8 @@ from reprieve.models.row_model import RowModel, Unread, refuse_varying_positions
 from reprieve.models.sampling import Sampler, draw_at, keyed_uniforms
 from reprieve.needs import Need
 from reprieve.rules import LosslessRule, RiskBudget, Rule
-from reprieve.rules.batch import Batch, Row, decide
-from reprieve.rules.lossless import GreedyCheck, SampledCheck, residual_probs
+from reprieve.rules.batch import Batch, BatchRequest, decide
+from reprieve.rules.lossless import residual_probs
 from reprieve.settings import SamplingParams
 from reprieve.transfers import spread, to_device, to_host
 from reprieve.types import Context, Generation, HiddenStates, Provenance, Token, gather_token
@@ -82,7 +82,7 @@ class Request:
 
 
 @dataclass(eq=False)
-class _Slot(TextRow[Request]):
+class _AnswerText(TextRow[Request]):
     answer: Answer
     budget: RiskBudget
     num_new: int = 1  # last tokens that the drafter has not read
@@ -94,7 +94,7 @@ class _Round:
     """A verified block. B answers are in progress, in the rows `rows` of R."""
 
     rows: list[int]  # [B]
-    slots: list[_Slot]  # [B]
+    texts: list[_AnswerText]  # [B]
     sizes: list[int]  # [B], drafted tokens that count; fewer than K at the end of an answer
     block: RowBlock
     lengths: Tensor  # [R], tokens of the texts before the drafted ones
@@ -103,7 +103,7 @@ class _Round:
     hidden: HiddenStates  # [R * (K + 1), D] a layer, the target's
 
 
-class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
+class BatchedSpeculativeDecoder(TextBatch[Request, _AnswerText]):
     """Answers up to `num_rows` prompts at once.
 
     Args:
@@ -182,24 +182,26 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
     def step(self) -> None:
         """Decode one round of every answer in progress; waiting ones take free rows first."""
         self._admit()
-        rows, slots, read_rows = self._in_progress(self.device)
+        rows, texts, read_rows = self._in_progress(self.device)
         if not rows:
             return
-        sizes = [min(self.num_draft_tokens, slot.answer.num_left - 1) for slot in slots]
-        sizes = [size * self._drafter.can_draft(slot.token_ids) for size, slot in zip(sizes, slots, strict=True)]
-        texts = [RowText(slot.token_ids, slot.num_new, slot.request.seed) if slot else FREE_ROW for slot in read_rows]
-        lengths = spread([len(text.token_ids) for text in texts], torch.long, self.device)
-        longest = max(len(text.token_ids) for text in texts) + self.num_draft_tokens
-        last = [text.token_ids[-2:] for text in texts]
+        sizes = [min(self.num_draft_tokens, text.answer.num_left - 1) for text in texts]
+        sizes = [size * self._drafter.can_draft(text.token_ids) for size, text in zip(sizes, texts, strict=True)]
+        row_texts = [
+            FREE_ROW if text is None else RowText(text.token_ids, text.num_new, text.request.seed) for text in read_rows
+        ]
+        lengths = spread([len(text.token_ids) for text in row_texts], torch.long, self.device)
+        longest = max(len(text.token_ids) for text in row_texts) + self.num_draft_tokens
+        last = [text.token_ids[-2:] for text in row_texts]
         recent = to_device(torch.tensor([[ids[0], ids[-1]] for ids in last]), self.device)
-        block = self._drafter.propose(texts, recent, lengths, longest)
+        block = self._drafter.propose(row_texts, recent, lengths, longest)
         positions = lengths[:, None] - 1 + torch.arange(self.num_draft_tokens + 1, device=self.device)
         read, hidden = self._target.forward(block.token_ids, positions, longest=longest)
         logits = same_vocabulary(read.flatten(0, 1).to(torch.float32, copy=True), self._vocab_size)
         if self._drafter.target_layers:
             self._drafter.observe_block(hidden)
         flat = {layer: states.flatten(0, 1) for layer, states in hidden.items()}
-        current = _Round(rows, slots, sizes, block, lengths, logits, self.sampler.target_scores(logits), flat)
+        current = _Round(rows, texts, sizes, block, lengths, logits, self.sampler.target_scores(logits), flat)
         self._commit(current, *self._decide(current))
 
     def _copy_row(self, source: int, to: int) -> None:
@@ -208,7 +210,7 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
 
     def _admit(self) -> None:
         """Give waiting answers the free rows, and read their prompts except the last token."""
-        free = [row for row, slot in enumerate(self._rows) if slot is None]
+        free = [row for row, text in enumerate(self._rows) if text is None]
         if len(free) < len(self._rows) and len(free) * _SHARE_FREE < len(self._rows):
             return
         admitted = [(row, self._waiting.popleft()) for row in free[: len(self._waiting)]]
@@ -223,7 +225,7 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
         for row, request in admitted:
             params = replace(self.sampler.params, max_new_tokens=request.max_new_tokens)
             answer = Answer(self.tokenizer, request.prompt_ids, params, self._eos_ids)
-            self._rows[row] = _Slot(request, list(request.prompt_ids), answer, RiskBudget.of(request.rule))
+            self._rows[row] = _AnswerText(request, list(request.prompt_ids), answer, RiskBudget.of(request.rule))
 
     def _decide(self, current: _Round) -> tuple[Tensor, Tensor, Tensor]:
         """Decide on the drafted tokens.
@@ -236,64 +238,59 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
         matches = torch.zeros_like(accepts)
         scores = current.scores
         by_rule: dict[str, list[int]] = {}
-        for number, slot in enumerate(current.slots):
-            if current.sizes[number] > 0:
-                by_rule.setdefault(slot.request.rule.spec_without_dial, []).append(number)
+        for index, text in enumerate(current.texts):
+            if current.sizes[index] > 0:
+                by_rule.setdefault(text.request.rule.spec_without_dial, []).append(index)
         for name, members in by_rule.items():
-            cells = [(number, column) for number in members for column in range(current.sizes[number])]
-            columns = spread([column for _, column in cells], torch.long, self.device)
-            rows = spread([current.rows[number] for number, _ in cells], torch.long, self.device)
-            judges = rows * (self.num_draft_tokens + 1) + columns
-            batch = self._batch(current, members, rows, columns, judges)
-            requests = [
-                Row(name, slot.request.rule, current.sizes[number], self.sampler.greedy, True, slot.budget)
-                for number, slot in ((number, current.slots[number]) for number in members)
-            ]
+            drafted = [(index, column) for index in members for column in range(current.sizes[index])]
+            columns = spread([column for _, column in drafted], torch.long, self.device)
+            rows = spread([current.rows[index] for index, _ in drafted], torch.long, self.device)
+            logit_rows = rows * (self.num_draft_tokens + 1) + columns
+            batch = self._batch(current, members, rows, columns, logit_rows)
+            requests = []
+            for index in members:
+                text, greedy = current.texts[index], self.sampler.greedy
+                requests.append(BatchRequest(name, text.request.rule, current.sizes[index], greedy, True, text.budget))
             decisions = decide(requests, batch)
-            lossless = passed = self._lossless(batch, batch.scores)
+            lossless = decisions.lossless
+            if requests[0].strict:
+                lossless = batch.lossless_accepts(batch.scores, greedy=self.sampler.greedy)
+            passed = lossless
             if decisions.scores is not None:
-                passed = self._lossless(batch, decisions.scores)
-                scores = scores.index_copy(0, judges, decisions.scores)
-            places = spread([number for number, _ in cells], torch.long, self.device), columns
-            accepts.index_put_(places, decisions.accept | (passed & ~decisions.refuse))
-            matches.index_put_(places, lossless)
+                passed = batch.lossless_accepts(decisions.scores, greedy=self.sampler.greedy)
+                scores = scores.index_copy(0, logit_rows, decisions.scores)
+            at = spread([index for index, _ in drafted], torch.long, self.device), columns
+            accepts.index_put_(at, decisions.accept | (passed & ~decisions.refuse))
+            matches.index_put_(at, lossless)
         return accepts, matches, scores
 
-    def _lossless(self, batch: Batch, scores: Tensor) -> Tensor:
-        """Return which tokens pass the lossless check against these scores, [N], bool."""
-        if batch.uniforms is None:
-            return GreedyCheck(scores, batch.token_ids, slice(None)).accepts
-        proposal = batch.proposal_probs
-        check = SampledCheck(scores, batch.token_ids, slice(None), uniforms=batch.uniforms, proposal_probs=proposal)
-        return check.accepts
-
-    def _batch(self, current: _Round, members: list[int], rows: Tensor, columns: Tensor, judges: Tensor) -> Batch:
+    def _batch(self, current: _Round, members: list[int], rows: Tensor, columns: Tensor, logit_rows: Tensor) -> Batch:
         """Return the inputs of one rule.
 
         Args:
-            members: numbers of its answers among the B.
-            rows, columns: places of its N drafted tokens in the block, [N].
-            judges: rows of the target's logits that judge them, [N].
+            members: indices of its answers among the B.
+            rows, columns: of its N drafted tokens in the block, [N].
+            logit_rows: of the target's logits that judge them, [N].
         """
-        slots = [current.slots[number] for number in members]
-        needs = slots[0].request.rule.traits.needs
+        texts = [current.texts[index] for index in members]
+        needs = texts[0].request.rule.traits.needs
         block = current.block
         token_ids = block.token_ids[rows, 1 + columns]
-        logits = current.logits[judges]
-        scores = logits if current.scores is current.logits else current.scores[judges]
+        logits = current.logits[logit_rows]
+        scores = logits if current.scores is current.logits else current.scores[logit_rows]
         draft_logits = draft_scores = proposal_probs = None
         if block.logits is not None and (self._sampled or Need.DRAFT_PROBS in needs):
             draft_logits = block.logits[rows, columns]
             draft_scores = self.sampler.draft_scores(draft_logits)
             if self._sampled:
                 proposal_probs = gather_token(draft_scores.softmax(-1), token_ids)
-        reads_embeddings, layers = Need.EMBEDDINGS in needs, slots[0].request.rule.traits.target_layers
-        before = [len(slot.answer.tokens) for slot in slots]
-        sizes = [current.sizes[number] for number in members]
-        places = [first + column for first, size in zip(before, sizes, strict=True) for column in range(size)]
+        reads_embeddings, layers = Need.EMBEDDINGS in needs, texts[0].request.rule.traits.target_layers
+        before = [len(text.answer.tokens) for text in texts]
+        sizes = [current.sizes[index] for index in members]
+        in_answer = [first + column for first, size in zip(before, sizes, strict=True) for column in range(size)]
 
         def draws(purpose: int) -> Tensor:
-            seeds = [slot.request.seed for slot, size in zip(slots, sizes, strict=True) for _ in range(size)]
+            seeds = [text.request.seed for text, size in zip(texts, sizes, strict=True) for _ in range(size)]
             return keyed_uniforms(spread(seeds, torch.long, self.device), current.lengths[rows] + columns, purpose)
 
         return Batch(
@@ -307,19 +304,19 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
             draft_logits=draft_logits,
             uniforms=None if self.sampler.greedy else draws(ACCEPT),
             noise=draws(NOISE) if Need.NOISE in needs else None,
-            node_hidden={layer: current.hidden[layer][judges + 1] for layer in layers},
-            parent_hidden={layer: current.hidden[layer][judges] for layer in layers},
+            node_hidden={layer: current.hidden[layer][logit_rows + 1] for layer in layers},
+            parent_hidden={layer: current.hidden[layer][logit_rows] for layer in layers},
             draft_hidden={layer: states[rows, columns] for layer, states in (block.hidden or {}).items()},
             token_embeddings=self._embed(token_ids) if reads_embeddings else None,
             top_embeddings=self._embed(scores.argmax(-1)) if reads_embeddings else None,
-            answer_positions=spread(places, torch.long, self.device) if Need.ANSWER_POSITIONS in needs else None,
-            context=self._context(slots) if Need.CONTEXT in needs else None,
+            answer_positions=spread(in_answer, torch.long, self.device) if Need.ANSWER_POSITIONS in needs else None,
+            context=self._context(texts) if Need.CONTEXT in needs else None,
             num_draft_tokens=self.num_draft_tokens,
         )
 
-    def _context(self, slots: list[_Slot]) -> Context:
-        lengths = [len(slot.token_ids) for slot in slots]
-        padded = [slot.token_ids + [0] * (max(lengths) - len(slot.token_ids)) for slot in slots]
+    def _context(self, texts: list[_AnswerText]) -> Context:
+        lengths = [len(text.token_ids) for text in texts]
+        padded = [text.token_ids + [0] * (max(lengths) - len(text.token_ids)) for text in texts]
         return Context(to_device(torch.tensor(padded), self.device), spread(lengths, torch.long, self.device))
 
     def _following(self, current: _Round, num_accepted: Tensor, rows: Tensor, scores: Tensor) -> Tensor:
@@ -340,11 +337,11 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
             if current.block.logits is not None and self._sampled:
                 proposal = self.sampler.draft_scores(current.block.logits[rows, column]).softmax(-1)
             left = residual_probs(probs, proposal, current.block.token_ids[rows, 1 + column])
-            keeps = [not slot.request.rule.traits.replaces for slot in current.slots]
+            keeps = [not text.request.rule.traits.replaces for text in current.texts]
             refused = num_accepted < spread(current.sizes, torch.long, self.device)
             refused &= spread(keeps, torch.bool, self.device)
             probs = torch.where(refused[:, None], left, probs)
-        seeds = spread([slot.request.seed for slot in current.slots], torch.long, self.device)
+        seeds = spread([text.request.seed for text in current.texts], torch.long, self.device)
         return draw_at(probs, keyed_uniforms(seeds, current.lengths[rows] + num_accepted, TARGET))
 
     def _commit(self, current: _Round, accepts: Tensor, matches: Tensor, scores: Tensor) -> None:
@@ -354,29 +351,29 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _Slot]):
         following = self._following(current, num_accepted, rows, scores)
         drafted = current.block.token_ids[rows, 1:]
         top_ids = drafted[:0]
-        if any(slot.request.on_round is not None for slot in current.slots):
+        if any(text.request.on_round is not None for text in current.texts):
             top_ids = current.logits.argmax(-1).view(-1, self.num_draft_tokens + 1)[rows, :-1]
         counts, nexts, token_ids, matched, likeliest = to_host(num_accepted, following, drafted, matches, top_ids)
-        finished: list[_Slot] = []
-        for number, (row, slot) in enumerate(zip(current.rows, current.slots, strict=True)):
-            cells = slice(number * self.num_draft_tokens, number * self.num_draft_tokens + int(counts[number]))
+        finished: list[_AnswerText] = []
+        for index, (row, text) in enumerate(zip(current.rows, current.texts, strict=True)):
+            cells = slice(index * self.num_draft_tokens, index * self.num_draft_tokens + int(counts[index]))
             committed = [
                 Token(int(token_id), Provenance.MATCHED if match else Provenance.RESCUED)
                 for token_id, match in zip(token_ids[cells], matched[cells], strict=True)
             ]
-            committed.append(Token(int(nexts[number]), Provenance.TARGET))
-            if (on_round := slot.request.on_round) is not None:
-                first = number * self.num_draft_tokens
-                block = slice(first, first + current.sizes[number])
+            committed.append(Token(int(nexts[index]), Provenance.TARGET))
+            if (on_round := text.request.on_round) is not None:
+                first = index * self.num_draft_tokens
+                block = slice(first, first + current.sizes[index])
                 draft_ids, target_ids = ([int(token_id) for token_id in ids[block]] for ids in (token_ids, likeliest))
                 if not on_round(VerifiedRound(draft_ids, target_ids, committed)):
                     self._rows[row] = None
                     continue
-            slot.token_ids += [token.token_id for token in committed]
-            slot.num_new = len(committed)
-            if not slot.answer.take_round(committed, current.sizes[number]):
+            text.token_ids += [token.token_id for token in committed]
+            text.num_new = len(committed)
+            if not text.answer.take_round(committed, current.sizes[index]):
                 self._rows[row] = None
-                finished.append(slot)
-        for slot in finished:
-            seconds = time.perf_counter() - slot.started
-            slot.request.on_done(slot.answer.generation(seconds))
+                finished.append(text)
+        for text in finished:
+            seconds = time.perf_counter() - text.started
+            text.request.on_done(text.answer.generation(seconds))

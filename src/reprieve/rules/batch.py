@@ -27,7 +27,7 @@ _INPUTS = tuple(field.name for field in fields(RuleInputs))
 
 
 @dataclass(frozen=True)
-class Row:
+class BatchRequest:
     """One request of the batch.
 
     Args:
@@ -68,22 +68,26 @@ class Batch(RuleInputs):
         """Tokens that may be accepted at all: [N], bool."""
         return self.possible & (self.token_ids >= 0)
 
+    def lossless_accepts(self, scores: Tensor, *, greedy: bool) -> Tensor:
+        """Return which tokens pass the lossless check against these scores [N, V] of the target, [N], bool."""
+        token_ids = self.token_ids.clamp_min(0)
+        check: LosslessCheck = GreedyCheck(scores, token_ids, EVERYTHING)
+        if self.uniforms is not None and not greedy:
+            uniforms, proposal_probs = self.uniforms, self.proposal_probs
+            check = SampledCheck(scores, token_ids, EVERYTHING, uniforms=uniforms, proposal_probs=proposal_probs)
+        return check.accepts
+
     def evidence(self, *, greedy: bool) -> Evidence:
         """Return evidence for a rule, treating all requests as greedy or all as sampled."""
-        token_ids = self.token_ids.clamp_min(0)
         inputs = {name: getattr(self, name) for name in _INPUTS}
         if greedy:
             inputs |= {"uniforms": None, "proposal_probs": None}
-        check: LosslessCheck = GreedyCheck(self.scores, token_ids, EVERYTHING)
-        if (uniforms := inputs["uniforms"]) is not None:
-            proposal_probs = inputs["proposal_probs"]
-            check = SampledCheck(self.scores, token_ids, EVERYTHING, uniforms=uniforms, proposal_probs=proposal_probs)
         layout = _layout(tuple(self.block_sizes))
         return Evidence(
-            token_ids=token_ids,
+            token_ids=self.token_ids.clamp_min(0),
             target_logits=self.logits,
             greedy=greedy,
-            lossless_accepts=check.accepts,
+            lossless_accepts=self.lossless_accepts(self.scores, greedy=greedy),
             target_scores=self.scores,
             parents=layout.parents,
             padding=self.token_ids < 0,
@@ -118,7 +122,7 @@ class TokenSettings:
     kinds: tuple[bool, ...]  # distinct values of `greedy` among the rule's requests, on the host
 
     @classmethod
-    def of(cls, name: str, rows: Sequence[Row], device: torch.device) -> TokenSettings:
+    def of(cls, name: str, rows: Sequence[BatchRequest], device: torch.device) -> TokenSettings:
         """From the batch's requests."""
         mine = [row.name == name and not row.strict for row in rows]
         limits = [row.rule.threshold if own else -math.inf for row, own in zip(rows, mine, strict=True)]
@@ -135,7 +139,7 @@ class TokenSettings:
         )
 
 
-def decide(rows: Sequence[Row], batch: Batch) -> Decisions:
+def decide(rows: Sequence[BatchRequest], batch: Batch) -> Decisions:
     """Apply each request's rule at its own setting; a rule runs once for greedy and once for sampled requests."""
     decisions = Decisions.none(batch)
     rules = {row.name: row.rule for row in rows if not row.strict}

@@ -20,7 +20,7 @@ from reprieve.needs import Need
 from reprieve.policies.menu import STRUCTURED_OUTPUTS, Choice, Menu
 from reprieve.policies.policy import STRICT
 from reprieve.rules import RiskBudget, Rule
-from reprieve.rules.batch import Batch, Decisions, Row, decide
+from reprieve.rules.batch import Batch, BatchRequest, Decisions, decide
 from reprieve.transfers import spread, to_device
 
 logger = logging.getLogger("vllm.reprieve")
@@ -134,7 +134,7 @@ class WorkerRules:
         """Drop the state of all requests except these."""
         self.forget([known for known in {**self._known, **self._drafted} if known not in request_ids])
 
-    def rows(self, requests: Sequence[RoundRequest]) -> list[Row]:
+    def rows(self, requests: Sequence[RoundRequest]) -> list[BatchRequest]:
         """The batch's requests with their rules."""
         rows = []
         for request in requests:
@@ -143,7 +143,9 @@ class WorkerRules:
             trusted = self._drafted.get(request.request_id, False)
             if Need.DRAFT_PROBS in rule.traits.needs:
                 trusted = trusted and request.request_id in self._draft_probs
-            rows.append(Row(known.choice.name, rule, request.num_drafted, request.greedy, trusted, known.budget))
+            rows.append(
+                BatchRequest(known.choice.name, rule, request.num_drafted, request.greedy, trusted, known.budget)
+            )
         return rows
 
     def known(self, request_id: str, settings: Callable[[], Mapping[str, Any] | None]) -> RequestRules:
@@ -184,7 +186,7 @@ class WorkerRules:
             return None
         return to_device(torch.rand(size, generator=self._noise), device)
 
-    def decide(self, rows: Sequence[Row], make_batch: Callable[[], Batch]) -> Decisions | None:
+    def decide(self, rows: Sequence[BatchRequest], make_batch: Callable[[], Batch]) -> Decisions | None:
         """Return the decisions for a round; None if no request uses a rule, or if the rule failed.
 
         A rule that raises is a bug: it is logged and counted, the health check fails, and the requests are served
@@ -207,7 +209,7 @@ class WorkerRules:
                 logger.exception(message)
 
     def count(
-        self, requests: Sequence[RoundRequest], rows: Sequence[Row], decisions: Decisions, output_ids: Tensor
+        self, requests: Sequence[RoundRequest], rows: Sequence[BatchRequest], decisions: Decisions, output_ids: Tensor
     ) -> None:
         """Take note of a round's outcome: output token ids [B, K + 1], -1 where there is none."""
         with self.guarded("counting failed"):

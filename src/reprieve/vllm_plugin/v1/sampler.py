@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from reprieve.rules.batch import Batch, Decisions, Row
+from reprieve.rules.batch import Batch, BatchRequest, Decisions
 from reprieve.transfers import spread
 from reprieve.types import gather_token
 from reprieve.vllm_plugin.rounds import RoundRequest, WorkerRules
@@ -159,7 +159,7 @@ def _raised(decisions: Decisions, draft_token_ids: Tensor, target_logits: Tensor
 
 def _refuse(
     decisions: Decisions,
-    rows: Sequence[Row],
+    rows: Sequence[BatchRequest],
     draft_token_ids: Tensor,
     draft_probs: Tensor | None,
     target_logits: Tensor,
