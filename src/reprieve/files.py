@@ -105,13 +105,13 @@ def read_file(path: str | Path, what: str, *, most: int = _LARGEST) -> bytes:
         raise ReprieveError(f"{what} {str(path)!r} cannot be read: {reason}") from None
 
 
-def read_json(path: str | Path, what: str, *, most: int = _LARGEST) -> Any:
+def read_json(path: str | Path, what: str) -> Any:
     """Read a JSON file; all JSON files are read by this function.
 
     Raises:
         ReprieveError: see `read_file`; it is not UTF-8, or not JSON (`parse_json`).
     """
-    content = read_file(path, what, most=most)
+    content = read_file(path, what)
     try:
         return parse_json(content.decode("utf-8-sig"))
     except ValueError as error:

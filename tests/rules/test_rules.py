@@ -10,7 +10,6 @@ import torch
 
 from reprieve.errors import SpecError
 from reprieve.rules import RULES, AllOf, accepts, parse_rule
-from reprieve.rules.lossless import sampling_accepts
 from reprieve.types import Context, Evidence
 from tests.kit.tiny import NumberTokenizer, with_heads
 
@@ -71,7 +70,9 @@ def evidence(*, greedy: bool, size: int = 200, seed: int = 0) -> Evidence:
     if greedy:
         lossless = target.argmax(-1) == token_ids
     else:
-        lossless = sampling_accepts(target.softmax(-1), draft.softmax(-1), token_ids, uniforms)
+        index = torch.arange(size)
+        ratio = target.softmax(-1)[index, token_ids] / draft.softmax(-1)[index, token_ids]
+        lossless = uniforms < ratio
     return Evidence(
         token_ids=token_ids,
         target_logits=target,

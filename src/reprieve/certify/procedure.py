@@ -129,6 +129,11 @@ class Certification:
     path: Path | None = None  # path of the certificate
 
 
+def certificate_path(folder: Path, rule_name: str, promise: Promise) -> Path:
+    """Return the file that `certify` writes a certificate to."""
+    return folder / f"{rule_name}-{promise.loss}-{promise.max_drop:g}.json"
+
+
 def certify(
     plan: Plan,
     engine: Engine,
@@ -209,7 +214,7 @@ def _conclude(measured: _Measured, folder: Path) -> Certification:
         return Certification(measured.steps, None, f"the held-out problems contradict it: {name} {value:.4f}")
     certificate = measured.certificate()
     content = certificate.to_json()
-    path = folder / f"{measured.arm.rule_name}-{promise.loss}-{promise.max_drop:g}.json"
+    path = certificate_path(folder, measured.arm.rule_name, promise)
     replace_file(path, content)
     engine = "" if certificate.conditions.engine == LOCAL else f"-{certificate.conditions.engine}"
     name = f"{promise.loss}-{promise.max_drop:g}-{certificate.threshold:g}{engine}.json"

@@ -356,7 +356,9 @@ class Quickstart(Command):
 
     @property
     def _certificate_path(self) -> Path:
-        return self.out / "certificates" / f"judge-net_drop-{self.max_drop:g}.json"
+        from reprieve.certify.procedure import certificate_path
+
+        return certificate_path(self.out / "certificates", "judge", self._promise)
 
     @property
     def _policy_path(self) -> Path:

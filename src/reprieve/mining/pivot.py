@@ -21,11 +21,11 @@ from reprieve.mining.target import Continuations, ResponseFormat, Target, gather
 from reprieve.models.cached_model import CachedModel
 from reprieve.models.sampling import Draw, Sampler, UniformDraw
 from reprieve.rules import LosslessRule
-from reprieve.rules.lossless import residual_probs, sampling_accepts
+from reprieve.rules.lossless import SampledCheck, residual_probs
 from reprieve.settings import SamplingParams
 from reprieve.tasks import TaskProblem
 from reprieve.tasks.chat import Chat, ask_until
-from reprieve.types import Generation
+from reprieve.types import Generation, gather_token
 
 SOUND, UNSOUND, NO_VERDICT, NOT_ASKED = "sound", "unsound", "no_verdict", ""
 TURNS = 4  # the rollouts' batch steps this many times per step of a `BatchedSource`, whose rounds cost more
@@ -81,14 +81,19 @@ class CandidateSource:
         self.target.start(text[:-1], reuse_prefix=True)
         logits, _ = self.target.forward([text[-1], *drafted[:-1]])
         token_ids = torch.tensor(drafted, device=self.target.device)
-        target_probs = self.sampler.target_scores(logits).softmax(-1)
         proposal = None if self.sampler.draft_greedy else self.sampler.draft_scores(draft_logits).softmax(-1)
-        accepts = sampling_accepts(target_probs, proposal, token_ids, self.sampler.uniforms(len(drafted))).tolist()
-        rejected = next((i for i, accepted in enumerate(accepts) if not accepted), None)
+        check = SampledCheck(
+            self.sampler.target_scores(logits),
+            token_ids,
+            slice(None),
+            uniforms=self.sampler.uniforms(len(drafted)),
+            proposal_probs=None if proposal is None else gather_token(proposal, token_ids),
+        )
+        rejected = next((i for i, accepted in enumerate(check.accepts.tolist()) if not accepted), None)
         if rejected is None:
             return drafted, None
         proposed = None if proposal is None else proposal[rejected]
-        residual = residual_probs(target_probs[rejected], proposed, token_ids[rejected])
+        residual = residual_probs(check.probs[rejected], proposed, token_ids[rejected])
         return drafted[:rejected], Candidate(drafted[rejected], int(self.sampler.draw(residual[None])))
 
     def _draft(self, text: list[int], size: int) -> tuple[list[int], torch.Tensor]:

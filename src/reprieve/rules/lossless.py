@@ -58,18 +58,6 @@ class LosslessRule(Rule):
         return torch.full(evidence.token_ids.shape, float("inf"), device=evidence.token_ids.device)
 
 
-def sampling_accepts(
-    target_probs: Tensor,  # [..., V]
-    proposal_probs: Tensor | None,  # [..., V]; None when the drafter did not sample
-    token_ids: Tensor,  # [...], int64
-    uniforms: Tensor,  # [...], in [0, 1)
-) -> Tensor:  # [...], bool
-    """Speculative sampling: accept with probability min(1, target / proposal)."""
-    target = gather_token(target_probs, token_ids)
-    proposal = torch.ones_like(target) if proposal_probs is None else gather_token(proposal_probs, token_ids)
-    return uniforms * proposal < target
-
-
 def residual_probs(
     target_probs: Tensor,  # [..., V]
     proposal_probs: Tensor | None,  # [..., V]; None when the drafter did not sample

@@ -10,6 +10,8 @@ from reprieve.errors import ReprieveError, SpecError, import_extra
 
 T = TypeVar("T")
 
+_NUM_TRIES = 3  # requests until a reply can be parsed
+
 
 class Chat(Protocol):
     """A model that answers a prompt."""
@@ -84,14 +86,11 @@ Explain in a sentence or two, then end with exactly one of these verdicts:
 FIRST_BETTER, SECOND_BETTER = ("A>>B", "A>B"), ("B>>A", "B>A")
 
 
-async def ask_verdict(
-    chat: Chat, question: str, first: str, second: str, *, number: int = 0, num_tries: int = 3
-) -> str | None:
+async def ask_verdict(chat: Chat, question: str, first: str, second: str, *, number: int = 0) -> str | None:
     """One vote on two answers, `A>>B` to `B>>A`; None where no reply holds a verdict.
 
     Args:
         number: index of the vote; each index requests different replies.
-        num_tries: maximum number of requests until a reply contains a verdict.
     """
     prompt = _PROMPT.format(question=question, running=first, changed=second)
 
@@ -99,20 +98,18 @@ async def ask_verdict(
         verdicts: list[str] = _VERDICT.findall(reply)
         return verdicts[-1] if verdicts else None
 
-    return await ask_until(chat, prompt, last_verdict, number=number, num_tries=num_tries)
+    return await ask_until(chat, prompt, last_verdict, number=number)
 
 
-async def ask_until(
-    chat: Chat, prompt: str, parse: Callable[[str], T | None], *, number: int = 0, num_tries: int = 3
-) -> T | None:
-    """Ask until a reply can be parsed, `num_tries` times at most; None if none can.
+async def ask_until(chat: Chat, prompt: str, parse: Callable[[str], T | None], *, number: int = 0) -> T | None:
+    """Ask until a reply can be parsed, three times at most; None if none can.
 
     Args:
         parse: returns None for a reply without a result.
         number: index of the question; each index requests different replies.
     """
-    for attempt in range(num_tries):
-        result = parse(await chat.ask(prompt, attempt=number * num_tries + attempt))
+    for attempt in range(_NUM_TRIES):
+        result = parse(await chat.ask(prompt, attempt=number * _NUM_TRIES + attempt))
         if result is not None:
             return result
     return None
