@@ -107,7 +107,7 @@ def without_files(monkeypatch):
     certificate = Certificate.load(CERTIFICATE)
     for module in ("bench.arms", "certify.procedure", "policies.policy"):
         monkeypatch.setattr(f"reprieve.{module}.attach_heads", lambda rule, target=None: rule)
-    monkeypatch.setattr("reprieve.bench.arms.fitting_length", lambda k, rule: k)
+    monkeypatch.setattr("reprieve.bench.arms.draft_tokens_for", lambda k, rule: k)
     monkeypatch.setattr("reprieve.policies.policy._certificates", lambda *given: [certificate] if given[1] else [])
     monkeypatch.setattr(Certificate, "load", lambda path: certificate)
 

@@ -33,14 +33,14 @@ def require_draft_tokens(value: NumDraftTokens) -> None:
         SpecError: names what is allowed.
     """
     whole = isinstance(value, Integral) and not isinstance(value, bool) and 1 <= value <= MAX_DRAFT_TOKENS
-    if not whole and not named_length(value) and value != AUTO:
+    if not whole and not length_head_path(value) and value != AUTO:
         raise SpecError(
             f"num_draft_tokens must be a whole number in [1, {MAX_DRAFT_TOKENS}], 'auto', or 'auto:path=FOLDER', got "
             f"{value!r}"
         )
 
 
-def named_length(value: NumDraftTokens) -> str:
+def length_head_path(value: NumDraftTokens) -> str:
     """Return the folder in `auto:path=FOLDER`; empty for other values."""
     return value.removeprefix(_NAMED) if isinstance(value, str) and value.startswith(_NAMED) else ""
 
@@ -85,7 +85,7 @@ class PairSettings:
         return BUNDLES.get(self.target)
 
     @property
-    def whole_draft(self) -> str | None:
+    def draft_source(self) -> str | None:
         """Name of the draft; for a bundled target without a draft, the name of the bundled pair."""
         return self.target if self.draft is None and self.bundle else self.draft
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from reprieve.backends.deploying import DRAFT, PAIR, TARGET, Slot, VllmDeployer, fields_of
+from reprieve.backends.deploying import DRAFT, PAIR, TARGET, ServerPlan, VllmDeployer, fields_of
 from reprieve.backends.settings import EngineSettings, OpenAISettings, RaySettings, VllmSettings
 from reprieve.backends.vllm import Deployment, start_vllm
 from reprieve.bench.arms import make_arm
@@ -51,14 +51,14 @@ def test_invalid_engine_specifications_are_refused(text, said):
 
 
 def test_a_rule_is_offered_once_for_all_its_thresholds():
-    slot = Slot(PAIR, 8, "draft")
+    plan = ServerPlan(PAIR, 8, "draft")
     for value in ("0.02", "0.1", "0.5"):
-        slot.add(rule(JUDGE + value))
-    slot.add(rule("margin:delta=2"))
-    slot.add(rule("margin:delta=2,k=3"))
-    slot.add(rule("lossless"))
-    slot.add(None)
-    assert [part.spec for part in slot.rules] == [JUDGE + "0.02", "margin:delta=2", "margin:delta=2,k=3"]
+        plan.add(rule(JUDGE + value))
+    plan.add(rule("margin:delta=2"))
+    plan.add(rule("margin:delta=2,k=3"))
+    plan.add(rule("lossless"))
+    plan.add(None)
+    assert [part.spec for part in plan.rules] == [JUDGE + "0.02", "margin:delta=2", "margin:delta=2,k=3"]
 
 
 def test_requests_select_rules_by_name_and_dial():
@@ -81,9 +81,9 @@ def test_the_vllm_command_line_follows_the_slot(tmp_path):
     deployer = VllmDeployer(
         VllmSettings(max_model_len=512, arguments="--seed 3"), PairSettings(ARITHMETIC.name), "float32"
     )
-    slot = Slot(PAIR, 4, "draft")
-    slot.add(rule("fuzzy:threshold=0.1"))
-    made = deployer.deployment(slot)
+    plan = ServerPlan(PAIR, 4, "draft")
+    plan.add(rule("fuzzy:threshold=0.1"))
+    made = deployer.deployment(plan)
     assert made.speculation["method"] == "draft_model" and made.speculation["num_speculative_tokens"] == 4
     assert made.speculation["draft_sample_method"] == "probabilistic"  # fuzzy reads the draft's distribution
     flags = made.flags(deployer.settings, tmp_path / "policy.json")
@@ -91,58 +91,58 @@ def test_the_vllm_command_line_follows_the_slot(tmp_path):
     assert json.loads(flags[flags.index("--additional-config") + 1]) == {"reprieve": str(tmp_path / "policy.json")}
     assert flags[flags.index("--generation-config") + 1] == "vllm"  # else the model's own penalties would count
     assert flags[flags.index("--max-model-len") + 1] == "512" and flags[-2:] == ["--seed", "3"]
-    alone = deployer.deployment(Slot(TARGET))
+    alone = deployer.deployment(ServerPlan(TARGET))
     assert alone.speculation is None and not alone.rules
-    ngram = deployer.deployment(Slot(PAIR, 4, "ngram:max_ngram=2"))
+    ngram = deployer.deployment(ServerPlan(PAIR, 4, "ngram:max_ngram=2"))
     assert ngram.speculation == {
         "method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 1, "num_speculative_tokens": 4
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("slot", "spec", "said"),
+    ("plan", "spec", "said"),
     [
-        (Slot(PAIR, 4, "eagle3:top_k=8"), "lossless", "chains, no trees"),
-        (Slot(PAIR, 4, "draft"), "arbiter", "an advisor"),
-        (Slot(PAIR, 4, "draft"), "lossless:verification=block", "a lossless check of its own"),
-        (Slot(PAIR, 4, "draft"), "top_k:k=2", ""),
+        (ServerPlan(PAIR, 4, "eagle3:top_k=8"), "lossless", "chains, no trees"),
+        (ServerPlan(PAIR, 4, "draft"), "arbiter", "an advisor"),
+        (ServerPlan(PAIR, 4, "draft"), "lossless:verification=block", "a lossless check of its own"),
+        (ServerPlan(PAIR, 4, "draft"), "top_k:k=2", ""),
     ],
 )
-def test_refusals_name_what_vllm_does_not_support(slot, spec, said):
+def test_refusals_name_what_vllm_does_not_support(plan, spec, said):
     deployer = VllmDeployer(VllmSettings(), PairSettings(ARITHMETIC.name), "float32")
-    reason = deployer.refusal(slot, rule(spec))
+    reason = deployer.refusal(plan, rule(spec))
     assert said in reason if said else reason == ""
 
 
 def test_vllms_own_methods_get_separate_servers_without_the_plugin(tmp_path):
     deployer = VllmDeployer(VllmSettings(), PairSettings(ARITHMETIC.name), "float32")
-    slot = Slot(PAIR, 4, "draft", method=make_arm("vllm:synthetic,acceptance_length=2.5", 4).vllm)
-    slot.add(rule("lossless"))
-    block = Slot(PAIR, 4, "draft", method=make_arm("vllm:block", 4).vllm)
-    assert len({slot.key, block.key, Slot(PAIR, 4, "draft").key}) == 3
-    made = deployer.deployment(slot)
+    plan = ServerPlan(PAIR, 4, "draft", method=make_arm("vllm:synthetic,acceptance_length=2.5", 4).vllm)
+    plan.add(rule("lossless"))
+    block = ServerPlan(PAIR, 4, "draft", method=make_arm("vllm:block", 4).vllm)
+    assert len({plan.key, block.key, ServerPlan(PAIR, 4, "draft").key}) == 3
+    made = deployer.deployment(plan)
     assert made.speculation["rejection_sample_method"] == "synthetic"
     assert made.speculation["synthetic_acceptance_length"] == 2.5 and not made.rules
     assert "--additional-config" not in made.flags(deployer.settings, tmp_path / "policy.json")
-    assert "rejection_sample_method synthetic" in deployer.words(slot)
+    assert "rejection_sample_method synthetic" in deployer.words(plan)
 
 
 @pytest.mark.parametrize(("installed", "refused"), [((0, 32), True), ((0, 33), False), ((1, 0), False), (None, False)])
 def test_fly_is_refused_by_version_where_vllm_does_not_have_it(monkeypatch, installed, refused):
     monkeypatch.setattr("reprieve.backends.deploying.vllm_version", lambda: installed)
     deployer = VllmDeployer(VllmSettings(), PairSettings(ARITHMETIC.name), "float32")
-    reason = deployer.refusal(Slot(PAIR, 4, "draft", method=make_arm("vllm:fly", 4).vllm), rule("lossless"))
+    reason = deployer.refusal(ServerPlan(PAIR, 4, "draft", method=make_arm("vllm:fly", 4).vllm), rule("lossless"))
     assert reason == ("vLLM 0.32 has no fly, which came with 0.33" if refused else "")
 
 
 def test_slots_that_need_a_draft_are_refused_without_one():
     deployer = VllmDeployer(VllmSettings(), PairSettings("some/target"), "float32")
-    assert deployer.refusal(Slot(DRAFT), None) == "the pair has no draft"
-    assert "name one with --draft" in deployer.refusal(Slot(PAIR, 4, "draft"), None)
+    assert deployer.refusal(ServerPlan(DRAFT), None) == "the pair has no draft"
+    assert "name one with --draft" in deployer.refusal(ServerPlan(PAIR, 4, "draft"), None)
 
 
 def test_starting_vllm_without_vllm_installed_is_refused(monkeypatch):
     monkeypatch.setattr("reprieve.backends.vllm.find_spec", lambda name: None)
     deployer = VllmDeployer(VllmSettings(), PairSettings(ARITHMETIC.name), "float32")
     with pytest.raises(ReprieveError, match="requires vLLM in this environment"):
-        start_vllm(deployer.deployment(Slot(TARGET)), deployer.settings)
+        start_vllm(deployer.deployment(ServerPlan(TARGET)), deployer.settings)

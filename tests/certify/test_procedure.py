@@ -192,6 +192,6 @@ def test_a_refused_run_does_not_begin(pair, tmp_path):
         with pytest.raises(ReprieveError, match="holds another run") if refused else contextlib.nullcontext():
             certify(
                 plan(run=settings_of_run), LocalEngine(pair), ToyTask(), tmp_path, command="c",
-                begun=lambda: begun.append(1),
+                on_claimed=lambda: begun.append(1),
             )  # fmt: skip
     assert begun == [1], "the configuration of the first run must not be overwritten"

@@ -151,7 +151,9 @@ def test_accepted_tokens_and_fallbacks_follow_the_targets_distribution(batched, 
         stepper = Stepper(BatchedSpeculativeDecoder(pair, num_rows=100, num_draft_tokens=2, params=params))
         sources = [BatchedSource(stepper, seed) for seed in range(size)]
     else:
-        alone = CandidateSource(CachedModel(target), CachedModel(draft), params, RolloutTarget({}).apart, block_size=2)
+        alone = CandidateSource(
+            CachedModel(target), CachedModel(draft), params, RolloutTarget({}).run_blocking, block_size=2
+        )
         sources = [alone] * size
 
     async def ask():

@@ -204,14 +204,14 @@ def test_every_rule_has_a_slider_from_strict_to_lenient(name, tmp_path):
     if name == "lossless":
         assert found == []
         return
-    looseness = [policy.rule.with_dial(value).looseness for value in found]
-    assert looseness == sorted(looseness) and len(found) > 3
+    leniency = [policy.rule.with_dial(value).leniency for value in found]
+    assert leniency == sorted(leniency) and len(found) > 3
     if policy.rule.dial_value is not None:
         assert stops(Policy.load({"rule": spec, "max_threshold": found[-1]}, target=ARITHMETIC.name)) == found
 
 
-def test_looseness_orders_the_budget_rules_by_their_budget():
-    small, large = (parse_rule(f"asd:budget={value}").looseness for value in (1, 9))
+def test_leniency_orders_the_budget_rules_by_their_budget():
+    small, large = (parse_rule(f"asd:budget={value}").leniency for value in (1, 9))
     assert small < large
 
 

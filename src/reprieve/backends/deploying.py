@@ -1,4 +1,4 @@
-"""Slots that servers must fill, and the deployers that start these servers."""
+"""Plans of servers, and the deployers that start them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from reprieve.backends.running import Running, facts_of, model_of, require_handed_out
+from reprieve.backends.running import Running, facts_of, model_of, require_vllm_inputs
 from reprieve.backends.settings import OpenAISettings, VllmSettings
 from reprieve.backends.vllm import Deployment, start_vllm
 from reprieve.drafters import DRAFTERS
@@ -27,8 +27,8 @@ TARGET, DRAFT, PAIR = "target", "draft", "pair"
 
 
 @dataclass
-class Slot:
-    """Contents of a server: a model alone, or the pair with rules.
+class ServerPlan:
+    """A server to be started: a model alone, or the pair with rules.
 
     Args:
         role: target, draft or pair.
@@ -103,47 +103,47 @@ class VllmDeployer:
     pair: PairSettings
     dtype: str
 
-    def start(self, slot: Slot, announce: Announce) -> Running:
-        """Start a server with the slot's contents.
+    def start(self, plan: ServerPlan, announce: Announce) -> Running:
+        """Start a server for a plan.
 
         Raises:
-            ReprieveError: the server does not come up, or cannot serve the slot.
+            ReprieveError: the server does not come up, or cannot be one for this plan.
         """
-        announce(f"starting vLLM: {self.words(slot)}")
-        return start_vllm(self.deployment(slot), self.settings)
+        announce(f"starting vLLM: {self.words(plan)}")
+        return start_vllm(self.deployment(plan), self.settings)
 
-    def deployment(self, slot: Slot) -> Deployment:
-        """Return vLLM's settings for a server with these contents.
+    def deployment(self, plan: ServerPlan) -> Deployment:
+        """Return vLLM's settings for a plan.
 
         Raises:
             ReprieveError: a model that cannot be found.
         """
-        if slot.role != PAIR:
-            name = self.pair.target if slot.role == TARGET else self.pair.whole_draft
-            return Deployment(str(model_folder(str(name), slot.role)), self.dtype)
-        speculation = {**self._speculation(slot.drafter), "num_speculative_tokens": slot.num_draft_tokens}
-        if slot.method:
-            speculation |= dict(slot.method)
+        if plan.role != PAIR:
+            name = self.pair.target if plan.role == TARGET else self.pair.draft_source
+            return Deployment(str(model_folder(str(name), plan.role)), self.dtype)
+        speculation = {**self._speculation(plan.drafter), "num_speculative_tokens": plan.num_draft_tokens}
+        if plan.method:
+            speculation |= dict(plan.method)
             return Deployment(str(model_folder(self.pair.target, TARGET)), self.dtype, speculation)
-        if any(Need.DRAFT_PROBS in rule.traits.needs for rule in slot.rules):
+        if any(Need.DRAFT_PROBS in rule.traits.needs for rule in plan.rules):
             speculation["draft_sample_method"] = "probabilistic"
         # Even without rules, so that the plugin reports the server's facts; top_k:k=1 rescues nothing.
-        rules = [rule.spec for rule in slot.rules] or ["top_k:k=1"]
+        rules = [rule.spec for rule in plan.rules] or ["top_k:k=1"]
         return Deployment(str(model_folder(self.pair.target, TARGET)), self.dtype, speculation, rules)
 
-    def refusal(self, slot: Slot, rule: Rule | None) -> str:
+    def refusal(self, plan: ServerPlan, rule: Rule | None) -> str:
         """Return the reason why no server can do this; empty if one can."""
-        if slot.role == DRAFT and self.pair.whole_draft is None:
+        if plan.role == DRAFT and self.pair.draft_source is None:
             return "the pair has no draft"
-        method = dict(slot.method).get("rejection_sample_method")
+        method = dict(plan.method).get("rejection_sample_method")
         installed = vllm_version()
         if method == "fly" and installed is not None and installed < (0, 33):
             return f"vLLM {'.'.join(map(str, installed))} has no fly, which came with 0.33"
-        if slot.role == PAIR:
+        if plan.role == PAIR:
             try:
-                self._speculation(slot.drafter)
+                self._speculation(plan.drafter)
                 if rule is not None:
-                    require_handed_out(rule)
+                    require_vllm_inputs(rule)
             except SpecError as error:
                 return str(error)
             if isinstance(rule, LosslessRule) and rule != LosslessRule():
@@ -158,9 +158,9 @@ class VllmDeployer:
         """
         settings: Any = DRAFTERS.make(drafter)
         if settings.name == "draft":
-            if self.pair.whole_draft is None:
+            if self.pair.draft_source is None:
                 raise SpecError("the pair has no draft; name one with --draft")
-            return {"method": "draft_model", "model": str(model_folder(self.pair.whole_draft, DRAFT))}
+            return {"method": "draft_model", "model": str(model_folder(self.pair.draft_source, DRAFT))}
         if settings.name == "ngram":
             bounds = {"prompt_lookup_max": settings.max_ngram, "prompt_lookup_min": settings.min_ngram}
             return {"method": "ngram", **bounds}
@@ -170,13 +170,13 @@ class VllmDeployer:
             f"vLLM drafts with draft, ngram, or eagle3:path=...,top_k=1 (chains, no trees), got {drafter!r}"
         )
 
-    def words(self, slot: Slot) -> str:
-        """Describe a server's contents for messages."""
-        if slot.role != PAIR:
-            return f"the {slot.role} alone"
-        rules = f", {len(slot.rules)} rule{'s' * (len(slot.rules) > 1)}" if slot.rules else ""
-        rules += "".join(f", {name} {value}" for name, value in slot.method)
-        return f"{self.pair.target} with drafter {slot.drafter}, K = {slot.num_draft_tokens}{rules}"
+    def words(self, plan: ServerPlan) -> str:
+        """Describe a plan for messages."""
+        if plan.role != PAIR:
+            return f"the {plan.role} alone"
+        rules = f", {len(plan.rules)} rule{'s' * (len(plan.rules) > 1)}" if plan.rules else ""
+        rules += "".join(f", {name} {value}" for name, value in plan.method)
+        return f"{self.pair.target} with drafter {plan.drafter}, K = {plan.num_draft_tokens}{rules}"
 
 
 class RunningServers:
@@ -195,21 +195,21 @@ class RunningServers:
         self.dtype = facts.dtype or dtype
         self._running = Running(settings.urls, names[0], facts)
 
-    def start(self, slot: Slot, announce: Announce) -> Running:
+    def start(self, plan: ServerPlan, announce: Announce) -> Running:
         """Return the servers, which are up already."""
         return self._running
 
-    def refusal(self, slot: Slot, rule: Rule | None) -> str:
+    def refusal(self, plan: ServerPlan, rule: Rule | None) -> str:
         """Return the reason why no server can do this; empty if one can."""
         facts = self._running.facts
-        if slot.role == DRAFT or (slot.role == TARGET and facts.num_draft_tokens is not None):
-            return f"the servers do not hold the {slot.role} alone"
-        if slot.role == TARGET:
+        if plan.role == DRAFT or (plan.role == TARGET and facts.num_draft_tokens is not None):
+            return f"the servers do not hold the {plan.role} alone"
+        if plan.role == TARGET:
             return ""
-        if facts.num_draft_tokens is not None and facts.num_draft_tokens != slot.num_draft_tokens:
-            return f"the servers draft K = {facts.num_draft_tokens} tokens, not {slot.num_draft_tokens}"
-        if facts.drafter is not None and facts.drafter != slot.drafter.partition(":")[0]:
-            return f"the servers draft with {facts.drafter}, not with {slot.drafter}"
+        if facts.num_draft_tokens is not None and facts.num_draft_tokens != plan.num_draft_tokens:
+            return f"the servers draft K = {facts.num_draft_tokens} tokens, not {plan.num_draft_tokens}"
+        if facts.drafter is not None and facts.drafter != plan.drafter.partition(":")[0]:
+            return f"the servers draft with {facts.drafter}, not with {plan.drafter}"
         if fields_of(rule, facts.rules) is None:
             offered = ", ".join(facts.rules.values()) or "no rules: they run without the plugin, or without its policy"
             return f"the servers offer {offered}"

@@ -59,7 +59,7 @@ class LocalEngine:
         """See `Engine`."""
         if arm.rule is None:
             return arm.num_draft_tokens
-        head = self.pair.length_head(arm.num_draft_tokens, arm.rule, DRAFTERS.make(arm.drafter or drafter))
+        head = self.pair.select_length_head(arm.num_draft_tokens, arm.rule, DRAFTERS.make(arm.drafter or drafter))
         return arm.num_draft_tokens if head is None else head.certified()
 
     def refusal(self, arm: Arm, drafter: str) -> str:

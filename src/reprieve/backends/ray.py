@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from reprieve.backends.deploying import Announce, Slot, VllmDeployer
+from reprieve.backends.deploying import Announce, ServerPlan, VllmDeployer
 from reprieve.backends.running import Running, facts_of
 from reprieve.backends.settings import RaySettings
 from reprieve.backends.vllm import MODEL_NAME, Deployment, start_vllm
@@ -26,7 +26,7 @@ class RayDeployer(VllmDeployer):
 
     settings: RaySettings
 
-    def start(self, slot: Slot, announce: Announce) -> Running:
+    def start(self, plan: ServerPlan, announce: Announce) -> Running:
         """Start replicas that share the work; if one dies, the others continue.
 
         Raises:
@@ -40,10 +40,10 @@ class RayDeployer(VllmDeployer):
         on_gpu = ray.cluster_resources().get("GPU", 0) > 0
         needed = {"num_gpus": self.settings.tensor_parallel} if on_gpu else {"num_cpus": 1}
         _require_room(ray, num, "GPU" if on_gpu else "CPU", self.settings.tensor_parallel if on_gpu else 1)
-        announce(f"starting vLLM on {num} replicas of a Ray cluster: {self.words(slot)}")
+        announce(f"starting vLLM on {num} replicas of a Ray cluster: {self.words(plan)}")
         kind = ray.remote(**needed)(_Replica)
         here = ray.util.get_node_ip_address()
-        actors = [kind.remote(self.deployment(slot), self.settings, here) for _ in range(num)]
+        actors = [kind.remote(self.deployment(plan), self.settings, here) for _ in range(num)]
 
         def close() -> None:
             with contextlib.suppress(ray.exceptions.RayError):  # the kill below ends them too

@@ -136,7 +136,7 @@ def _get(address: str, *, missing: str | None = None) -> str:
         raise EngineError(f"{address} does not answer ({error})") from None
 
 
-def require_handed_out(rule: Rule) -> None:
+def require_vllm_inputs(rule: Rule) -> None:
     """Refuse a rule that vLLM cannot run: one with inputs that vLLM does not provide, or with out-of-fold heads.
 
     Raises:

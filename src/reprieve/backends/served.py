@@ -10,7 +10,7 @@ from typing import Any
 
 from reprieve.backends.client import Client, Completion
 from reprieve.backends.concurrency import iterate, require_arm_fits, results_of
-from reprieve.backends.deploying import DRAFT, PAIR, TARGET, Deployer, Slot, fields_of
+from reprieve.backends.deploying import DRAFT, PAIR, TARGET, Deployer, ServerPlan, fields_of
 from reprieve.backends.running import Running
 from reprieve.backends.settings import SERVED_DRAFT_TOKENS
 from reprieve.bench.answering import Answerer
@@ -47,15 +47,15 @@ class ServedEngine:
         self.num_positions: int | None = None  # the server says so itself
         self._announce = announce
         self._drafter_weights: dict[str, str] = {}  # fingerprints, because the files are large and every arm asks
-        self._slots: dict[tuple[str, int, str], Slot] = {}
-        self._up: tuple[Slot, Running] | None = None
+        self._plans: dict[tuple[str, int, str], ServerPlan] = {}
+        self._up: tuple[ServerPlan, Running] | None = None
 
     @property
     def facts(self) -> EngineFacts:
         """Facts that the server reports; starts a server if none is up."""
         if self._up is None:
-            pairs = [slot for slot in self._slots.values() if slot.role == PAIR]
-            self._serve(max(pairs, key=lambda slot: len(slot.rules), default=Slot(TARGET)))
+            pairs = [plan for plan in self._plans.values() if plan.role == PAIR]
+            self._serve(max(pairs, key=lambda plan: len(plan.rules), default=ServerPlan(TARGET)))
         assert self._up is not None
         facts = self._up[1].facts
         return EngineFacts(
@@ -95,13 +95,13 @@ class ServedEngine:
             return "a server holds one head, not its folds; use --engine local"
         if isinstance(arm.num_draft_tokens, str) and arm.rule is not None:
             return f"a server drafts a fixed number of tokens per round: give a number, as @K={SERVED_DRAFT_TOKENS}"
-        return self.deployer.refusal(self._slot(arm, drafter), arm.rule)
+        return self.deployer.refusal(self._plan(arm, drafter), arm.rule)
 
     def expect(self, arms: Sequence[Arm], drafter: str) -> None:
         """See `Engine`."""
         for arm in arms:
-            slot = self._slot(arm, drafter)
-            self._slots.setdefault(slot.key, slot).add(arm.rule)
+            plan = self._plan(arm, drafter)
+            self._plans.setdefault(plan.key, plan).add(arm.rule)
 
     def answer(
         self, config: RunConfig, task: Task, arms: Sequence[Arm], problems: Sequence[TaskProblem], jobs: Sequence[Job]
@@ -113,12 +113,12 @@ class ServedEngine:
         by_label = {arm.label: arm for arm in arms}
         for arm in arms:
             require_arm_fits(self, arm, config)
-        slots = {arm.label: self._slots[self._slot(arm, config.drafter).key] for arm in arms}
+        plans = {arm.label: self._plans[self._plan(arm, config.drafter).key] for arm in arms}
         up = None if self._up is None else self._up[0].key
-        needed = {slot.key: slot for slot in (slots[job.arm] for job in jobs)}
-        for slot in sorted(needed.values(), key=lambda slot: slot.key != up):  # the one whose server is up first
-            slot_jobs = [job for job in jobs if slots[job.arm] is slot]
-            running = self._serve(slot)
+        needed = {plan.key: plan for plan in (plans[job.arm] for job in jobs)}
+        for plan in sorted(needed.values(), key=lambda plan: plan.key != up):  # the one whose server is up first
+            plan_jobs = [job for job in jobs if plans[job.arm] is plan]
+            running = self._serve(plan)
             with asyncio.Runner() as loop:
                 client = Client(running, self.deployer.settings)
                 answerer = Answerer(config, task, self.tokenizer, self._decoder(client, running))
@@ -126,7 +126,7 @@ class ServedEngine:
                 async def answer(job: Job, answerer: Answerer = answerer) -> ProblemRecord:
                     return await answerer.answer(by_label[job.arm], problems[job.number], job.number, job.trial)
 
-                results = results_of(slot_jobs, answer, num_parallel=self.num_parallel)
+                results = results_of(plan_jobs, answer, num_parallel=self.num_parallel)
                 yield from iterate(loop, results, closing=client.close)
 
     def grouped(self, arms: Sequence[Arm], drafter: str) -> list[list[Arm]]:
@@ -134,7 +134,7 @@ class ServedEngine:
         self.expect(arms, drafter)
         groups: dict[tuple[str, int, str], list[Arm]] = {}
         for arm in arms:
-            groups.setdefault(self._slot(arm, drafter).key, []).append(arm)
+            groups.setdefault(self._plan(arm, drafter).key, []).append(arm)
         return list(groups.values())
 
     def timed(
@@ -156,7 +156,7 @@ class ServedEngine:
         Raises:
             EngineError: the server died.
         """
-        running = self._serve(self._slots[self._slot(arm, config.drafter).key])
+        running = self._serve(self._plans[self._plan(arm, config.drafter).key])
         fields = self._fields(arm, running)
         params = arm.params(
             SamplingParams(max_new_tokens=task.max_new_tokens, stop=tuple(task.stop), **vars(config.sampling))
@@ -226,21 +226,21 @@ class ServedEngine:
             raise SpecError(f"the server does not offer {arm.label}; it has {', '.join(offered.values())}")
         return fields
 
-    def _slot(self, arm: Arm, drafter: str) -> Slot:
+    def _plan(self, arm: Arm, drafter: str) -> ServerPlan:
         if arm.label in (TARGET_ONLY, DRAFT_ONLY):
-            return Slot(TARGET if arm.label == TARGET_ONLY else DRAFT)
+            return ServerPlan(TARGET if arm.label == TARGET_ONLY else DRAFT)
         assert isinstance(arm.num_draft_tokens, int)  # see `refusal`
-        return Slot(PAIR, arm.num_draft_tokens, arm.drafter or drafter, method=arm.vllm)
+        return ServerPlan(PAIR, arm.num_draft_tokens, arm.drafter or drafter, method=arm.vllm)
 
-    def _serve(self, slot: Slot) -> Running:
-        """Return a slot's server; if another server is up, close it and start this one."""
+    def _serve(self, plan: ServerPlan) -> Running:
+        """Return a plan's server; if another server is up, close it and start this one."""
         if self._up is not None:
             up, running = self._up
-            if up.key == slot.key and all(up.offers(rule) for rule in slot.rules):
+            if up.key == plan.key and all(up.offers(rule) for rule in plan.rules):
                 return running
             self.close()
-        running = self.deployer.start(slot, self._announce)
-        self._up = (dataclasses.replace(slot, rules=list(slot.rules)), running)
+        running = self.deployer.start(plan, self._announce)
+        self._up = (dataclasses.replace(plan, rules=list(plan.rules)), running)
         return running
 
 

@@ -79,10 +79,10 @@ def measure_throughput(
     done = {(cell.arm, cell.concurrency, cell.turn): cell for cell in known}
     schedule = [
         (level, turn, arm)
-        for slot in engine.grouped(arms, config.drafter)
+        for group in engine.grouped(arms, config.drafter)
         for level in levels
         for turn in range(settings.turns)
-        for arm in [*slot[turn % len(slot) :], *slot[: turn % len(slot)]]
+        for arm in [*group[turn % len(group) :], *group[: turn % len(group)]]
     ]
     for number, (level, turn, arm) in enumerate(schedule, start=1):
         if (arm.label, level, turn) not in done:

@@ -15,13 +15,13 @@ from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, FoldedDecoder, Pair, Sampli
 from reprieve.errors import SpecError, require_choice
 from reprieve.heads.certificates import Certificate, Conditions, pathless_spec
 from reprieve.heads.folds import FoldedHead
-from reprieve.heads.length import fitting_length
+from reprieve.heads.length import draft_tokens_for
 from reprieve.heads.loading import attach_heads, split_folds
 from reprieve.rules import Rule, parse_rule
 from reprieve.settings import (
     AUTO,
     NumDraftTokens,
-    named_length,
+    length_head_path,
     read_draft_tokens,
     require_draft_tokens,
     wrapped_seed,
@@ -174,7 +174,7 @@ def make_arms(
             if spec not in (TARGET_ONLY, DRAFT_ONLY):
                 arms.append(make_arm(spec, k, suffixed=len(ks) > 1, target=target))
     for k in ks:
-        if named_length(k) and not any(arm.rule and arm.num_draft_tokens == k for arm in arms):
+        if length_head_path(k) and not any(arm.rule and arm.num_draft_tokens == k for arm in arms):
             raise SpecError(f"num_draft_tokens {k}: the head serves none of the arms, at these thresholds")
     return list({arm.label: arm for arm in arms}.values())
 
@@ -225,18 +225,18 @@ def make_arm(spec: str | Rule, k: NumDraftTokens, *, suffixed: bool = False, tar
         certificate = Certificate.load(name.removeprefix(CERTIFIED))
         rule = attach_heads(parse_rule(certificate.rule), target)
         certified = certificate.conditions.num_draft_tokens
-        length = fitting_length(k, rule) if isinstance(k, str) else AUTO
+        length = draft_tokens_for(k, rule) if isinstance(k, str) else AUTO
         k = certified if isinstance(certified, int) else length
         return Arm(rule.spec, rule, k, certificate=certificate)
     rerun, method = name == RERUN, _vllm_method(name) if name.startswith(VLLM) else ()
     rule = spec if isinstance(spec, Rule) else parse_rule(LOSSLESS if rerun or method else name)
     rule = attach_heads(rule, target)
-    k = fitting_length(k, rule) if own_k is None else _own_k(own_k, spec)
+    k = draft_tokens_for(k, rule) if own_k is None else _own_k(own_k, spec)
     return Arm(
         name if rerun or method else rule.spec,
         rule,
         k,
-        names_k=suffixed or own_k is not None or bool(named_length(k)),
+        names_k=suffixed or own_k is not None or bool(length_head_path(k)),
         seed_shift=_RERUN_SEED if rerun else 0,
         drafter=drafter,
         vllm=method,

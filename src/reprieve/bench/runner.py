@@ -125,20 +125,20 @@ def run_arms(
     task: Task,
     folder: Path,
     *,
-    begun: Callable[[], None] = lambda: None,
+    on_claimed: Callable[[], None] = lambda: None,
     progress: Progress = no_progress,
 ) -> Run:
     """Measure the arms, reusing the answers in `folder`. Ctrl-C ends the run with `complete=False`.
 
     Args:
-        begun: called once the folder is known to be this run's.
+        on_claimed: called once the folder is known to be this run's.
 
     Raises:
         SpecError: a task without problems here, or an arm that the engine cannot decode.
         ReprieveError: the folder holds another run, or every problem failed.
     """
     runner = Runner(config, arms, engine, task, folder)
-    begun()
+    on_claimed()
     complete = runner.measure(progress=progress)
     return Run(
         config,

@@ -116,7 +116,7 @@ class Plan:
         if not values:
             assert self.rule.dial is not None
             raise SpecError(f"rule {self.rule.name} needs --thresholds: values of {self.rule.dial.name} to try")
-        return sorted((self.rule.with_dial(value) for value in values), key=lambda rule: rule.looseness)
+        return sorted((self.rule.with_dial(value) for value in values), key=lambda rule: rule.leniency)
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def certify(
     folder: Path,
     *,
     command: str,
-    begun: Callable[[], None] = lambda: None,
+    on_claimed: Callable[[], None] = lambda: None,
     announce: Callable[[str], None] = lambda line: None,
     progress: Progress = no_progress,
 ) -> Certification | None:
@@ -152,7 +152,7 @@ def certify(
     is written.
 
     Args:
-        begun: called once the folder is this run's.
+        on_claimed: called once the folder is this run's.
 
     Raises:
         SpecError: an invalid plan, a task without right answers, problems that a head of the rule was trained on or
@@ -178,7 +178,7 @@ def certify(
     served = engine.facts.engine != LOCAL  # a server's batches do not reproduce greedy answers exactly
     calibration = runner(plan.settings.run, [strict, *([again] if served else []), *arms.values()], "calibration")
     _require_first_walk(plan, calibration, {arm.label for arm in arms.values()})
-    begun()
+    on_claimed()
     noise = None
     try:
         if served:

@@ -174,7 +174,7 @@ def compare(
         config = RunConfig.of(running, arms, settings, command=screen.command_line())
         keep = partial(command.keep_config, out)
         with screen.progress(f"{len(arms)} arms", "answers") as progress:
-            run = run_arms(config, arms, running, task, out, begun=keep, progress=progress)
+            run = run_arms(config, arms, running, task, out, on_claimed=keep, progress=progress)
         results = summarise(run)
         if speed.concurrency and run.complete:
             results = dataclasses.replace(results, throughput=_under_load(running, run, task, speed, out))

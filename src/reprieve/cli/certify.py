@@ -57,7 +57,7 @@ class Certify(Command):
                 task,
                 self.out,
                 command=screen.command_line(),
-                begun=partial(self.keep_config, self.out),
+                on_claimed=partial(self.keep_config, self.out),
                 announce=screen.say,
                 progress=progress,
             )

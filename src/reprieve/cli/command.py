@@ -61,10 +61,10 @@ class Pipeline:
     def __init__(self, out: Path, name: str) -> None:
         self._path = out / f"{name}.json"
         try:
-            stages = read_json(self._path, "the account")["stages"]
-            self._account = {stage["name"]: stage for stage in stages}
+            stages = read_json(self._path, "the stage record")["stages"]
+            self._record = {stage["name"]: stage for stage in stages}
         except (ReprieveError, KeyError, TypeError):  # no record, or an unreadable one: every stage is run
-            self._account = {}
+            self._record = {}
 
     def run(self, name: str, command: Command, *, results: Sequence[int] = (0,)) -> int:
         """Run a stage; returns its exit status.
@@ -77,7 +77,7 @@ class Pipeline:
             ReprieveError: the stage failed.
         """
         flags = to_yaml(command, command.verb)
-        known = self._account.get(name, {})
+        known = self._record.get(name, {})
         if known.get("flags") == flags and known.get("status") in results:
             screen.say(f"{name}: done before")
             return int(known["status"])
@@ -88,8 +88,8 @@ class Pipeline:
         if status == INTERRUPTED:
             raise KeyboardInterrupt
         seconds = time.monotonic() - started
-        self._account[name] = {"name": name, "flags": flags, "seconds": seconds, "status": status}
-        replace_file(self._path, json.dumps({"stages": list(self._account.values())}, indent=2) + "\n")
+        self._record[name] = {"name": name, "flags": flags, "seconds": seconds, "status": status}
+        replace_file(self._path, json.dumps({"stages": list(self._record.values())}, indent=2) + "\n")
         if status not in results:
             raise ReprieveError(
                 f"stage {name} (reprieve {command.verb}) failed with status {status}; run again to go on"

@@ -86,11 +86,11 @@ class Generate(Command):
         text = sys.stdin.read() if self.prompt == "-" else self.prompt
         if not text.strip():
             raise SpecError(f"PROMPT must hold text, got {text!r}")
-        from reprieve.heads.length import fitting_length
+        from reprieve.heads.length import draft_tokens_for
         from reprieve.rules import parse_rule
 
         if self.rule not in ("target_only", "draft_only"):  # what is misspelt fails before a large model is read
-            fitting_length(self.num_draft_tokens, parse_rule(self.rule))
+            draft_tokens_for(self.num_draft_tokens, parse_rule(self.rule))
         pair = screen.load(self.pair)
         decoder = pair.decoder(self.rule, num_draft_tokens=self.num_draft_tokens, drafter=self.drafter)
         shown = screen.console(color=self.color)

@@ -39,12 +39,12 @@ class Mine(Command):
 
         with screen.progress("mining", "problems") as progress:
             if self.num_workers == 1:
-                with contextlib.closing(build(self.settings, announce=screen.warn)) as bench:
-                    store = LabelStore(self.out, bench.manifest)
+                with contextlib.closing(build(self.settings, announce=screen.warn)) as workbench:
+                    store = LabelStore(self.out, workbench.manifest)
                     self.keep_config(self.out)
                     in_flight = self.settings.in_flight
                     report = mine_problems(
-                        bench.miner, bench.problems, store, num_in_flight=in_flight, progress=progress
+                        workbench.miner, workbench.problems, store, num_in_flight=in_flight, progress=progress
                     )
             else:
                 report = mine_in_processes(self.settings, self.out, num_workers=self.num_workers, progress=progress)

@@ -397,7 +397,7 @@ class Quickstart(Command):
 
     def _vllm_command(self, certificate: Certificate, policy: Path) -> str:
         """Return the command that serves with vLLM under the measured conditions."""
-        from reprieve.backends.deploying import PAIR, Slot, VllmDeployer
+        from reprieve.backends.deploying import PAIR, ServerPlan, VllmDeployer
         from reprieve.backends.settings import VllmSettings
 
         settings = self.answering.servers
@@ -405,7 +405,7 @@ class Quickstart(Command):
         conditions = certificate.conditions
         deployer = VllmDeployer(settings, self.pair, conditions.dtype)
         assert isinstance(conditions.num_draft_tokens, int)  # servers have no other
-        deployment = deployer.deployment(Slot(PAIR, conditions.num_draft_tokens, conditions.drafter))
+        deployment = deployer.deployment(ServerPlan(PAIR, conditions.num_draft_tokens, conditions.drafter))
         command = shlex.join(["vllm", "serve", deployment.model, *deployment.flags(settings, policy.resolve())])
         return f"VLLM_USE_V2_MODEL_RUNNER={int(settings.runner == 'v2')} {command}" if settings.runner else command
 

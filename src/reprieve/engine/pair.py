@@ -13,7 +13,7 @@ from reprieve.engine.decoder import SpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.heads.certificates import Conditions
 from reprieve.heads.folds import fold_of
-from reprieve.heads.length import LengthHead, length_head
+from reprieve.heads.length import LengthHead, select_length_head
 from reprieve.heads.loading import attach_heads, require_heads_fit
 from reprieve.models.arbiter import ArbiterAdvisor, make_advisor
 from reprieve.models.loading import ModelPair
@@ -85,19 +85,19 @@ class Pair(ModelPair):
     def _length(
         self, num_draft_tokens: NumDraftTokens | LengthHead | DraftLength, rule: Rule, drafter: DrafterSettings
     ) -> DraftLength:
-        """Return the draft length of a rule and a drafter; raises the errors of `length_head`."""
+        """Return the draft length of a rule and a drafter; raises the errors of `select_length_head`."""
         if isinstance(num_draft_tokens, DraftLength):
             return num_draft_tokens
-        head = self.length_head(num_draft_tokens, rule, drafter)
+        head = self.select_length_head(num_draft_tokens, rule, drafter)
         if head is not None:
             return LearnedLength(head.to(self.device if self.draft is None else self.draft.device))
         if isinstance(num_draft_tokens, str):
             measure = (lambda: drafter.costs(self, self.measured_costs)) if isinstance(rule, LosslessRule) else None
             return AcceptanceLength(drafter.costs(self), drafter.drafts_trees, measure=measure)
-        assert not isinstance(num_draft_tokens, LengthHead), "length_head returns it"
+        assert not isinstance(num_draft_tokens, LengthHead), "select_length_head returns it"
         return FixedLength(num_draft_tokens)
 
-    def length_head(
+    def select_length_head(
         self, num_draft_tokens: NumDraftTokens | LengthHead, rule: Rule, drafter: DrafterSettings
     ) -> LengthHead | None:
         """Return the head that decides the block length; None if there is none.
@@ -118,7 +118,7 @@ class Pair(ModelPair):
                 return None
         if drafter.name != "draft":
             raise SpecError(f"a length head reads a draft model's states; the drafter is {drafter.name}")
-        return head if isinstance(head, LengthHead) else length_head(head, rule, self.identity)
+        return head if isinstance(head, LengthHead) else select_length_head(head, rule, self.identity)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from reprieve.errors import ReprieveError, SpecError, require_range, require_who
 from reprieve.heads.artefact import Artefact, register_head
 from reprieve.identity import PairIdentity, digest
 from reprieve.rules import Rule
-from reprieve.settings import AUTO, MAX_DRAFT_TOKENS, NumDraftTokens, named_length, require_draft_tokens
+from reprieve.settings import AUTO, MAX_DRAFT_TOKENS, NumDraftTokens, length_head_path, require_draft_tokens
 
 ANY_RULE = "lossless"
 SCALARS = ("bias", "log_prob", "place", "recent", "dial", "temperature")
@@ -108,7 +108,7 @@ class LengthHead(Artefact):
             raise SpecError(f"length head {name!r} was trained for {self.facts()['rule']}, not for {rule.spec}")
 
 
-def length_head(num_draft_tokens: NumDraftTokens, rule: Rule, pair: PairIdentity) -> LengthHead | None:
+def select_length_head(num_draft_tokens: NumDraftTokens, rule: Rule, pair: PairIdentity) -> LengthHead | None:
     """Return the draft length head: the named one or, for `auto`, the bundled pair's for this rule; None for no head.
 
     A bundled head serves all thresholds; outside its training range it uses the nearest one. Rules without a bundled
@@ -122,8 +122,8 @@ def length_head(num_draft_tokens: NumDraftTokens, rule: Rule, pair: PairIdentity
     require_draft_tokens(num_draft_tokens)
     if isinstance(num_draft_tokens, int):
         return None
-    if named := named_length(num_draft_tokens):
-        head = _named_length(named)
+    if named := length_head_path(num_draft_tokens):
+        head = _load_length_head(named)
         head.require_pair(pair, named)
         head.require_rule(rule, named)
         return head
@@ -136,7 +136,7 @@ def length_head(num_draft_tokens: NumDraftTokens, rule: Rule, pair: PairIdentity
     return None if head.pair.differences(pair, reads_draft=True) else head
 
 
-def fitting_length(num_draft_tokens: NumDraftTokens, rule: Rule) -> NumDraftTokens:
+def draft_tokens_for(num_draft_tokens: NumDraftTokens, rule: Rule) -> NumDraftTokens:
     """Return the draft length for one of several rules; a length head of another rule becomes `auto`.
 
     Raises:
@@ -144,12 +144,12 @@ def fitting_length(num_draft_tokens: NumDraftTokens, rule: Rule) -> NumDraftToke
         ReprieveError: a head that cannot be loaded.
     """
     require_draft_tokens(num_draft_tokens)
-    if named := named_length(num_draft_tokens):
-        return num_draft_tokens if _named_length(named).covers(rule) else AUTO
+    if named := length_head_path(num_draft_tokens):
+        return num_draft_tokens if _load_length_head(named).covers(rule) else AUTO
     return num_draft_tokens
 
 
-def _named_length(name: str) -> LengthHead:
+def _load_length_head(name: str) -> LengthHead:
     try:
         return LengthHead.from_pretrained(name)
     except ReprieveError as error:

@@ -74,7 +74,7 @@ def _certified_threshold(rule: LearnedRule, source: str) -> float | None:
     folder = BUNDLED_HEADS.get(source)
     certificates = [] if folder is None else read_certificates(folder)
     certified = [item.threshold for item in certificates if parse_rule(item.rule).name == rule.name]
-    return max(certified, key=lambda value: rule.with_dial(value).looseness, default=None)
+    return max(certified, key=lambda value: rule.with_dial(value).leniency, default=None)
 
 
 def split_folds(rule: Rule) -> list[Rule]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from reprieve.backends.client import Client
-from reprieve.backends.deploying import TARGET, Deployer, Slot, fields_of
+from reprieve.backends.deploying import TARGET, Deployer, ServerPlan, fields_of
 from reprieve.backends.making import make_deployer
 from reprieve.backends.running import Running
 from reprieve.drafters import DRAFTERS
@@ -117,7 +117,7 @@ class TargetServers:
         """Start servers with the target alone, or connect to running ones."""
         identity, tokenizer, dtype = stored_identity(settings.pair)
         deployer = make_deployer(settings.answering.servers, settings.pair, dtype)
-        return cls(deployer.start(Slot(TARGET), announce), deployer, identity, tokenizer)
+        return cls(deployer.start(ServerPlan(TARGET), announce), deployer, identity, tokenizer)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _load(settings: MiningSettings, served: TargetServers | None) -> Pair:
         if settings.by_draft:
             pair.cached_draft()  # raises an error without a draft
         return pair
-    draft_name = names.whole_draft
+    draft_name = names.draft_source
     if draft_name is None:
         raise SpecError("mining needs a draft by name (--draft)")
     alone = load_configured(dataclasses.replace(names, target=draft_name, draft=None, device_map=None))
@@ -201,7 +201,7 @@ def _make_source(settings: PivotMining, pair: Pair, target: Target, *, together:
 
     def make_source(seed: int) -> Source:
         params = dataclasses.replace(settings.params, seed=seed)
-        return CandidateSource(pair.cached_target(), pair.cached_draft(), params, target.apart)
+        return CandidateSource(pair.cached_target(), pair.cached_draft(), params, target.run_blocking)
 
     return make_source
 

@@ -51,7 +51,7 @@ class CandidateSource:
 
     Args:
         target, draft: models with their own caches.
-        apart: runs what reads the target (`Target.apart`).
+        run_blocking: runs what reads the target (`Target.run_blocking`).
         block_size: drafted tokens per verification.
     """
 
@@ -60,19 +60,19 @@ class CandidateSource:
         target: CachedModel,
         draft: CachedModel,
         params: SamplingParams,
-        apart: Callable[[Callable[[], Step]], Awaitable[Step]],
+        run_blocking: Callable[[Callable[[], Step]], Awaitable[Step]],
         *,
         block_size: int = PIVOT_BLOCK,
     ) -> None:
         self.target = target
         self.draft = draft
-        self._apart = apart
+        self._run_blocking = run_blocking
         self.sampler = Sampler(params, target.device)
         self.block_size = block_size
 
     async def __call__(self, prompt_ids: list[int], response_ids: list[int], num_left: int) -> Step:
         """Return the next accepted tokens of the response, and the rejected token that ended them, if any."""
-        return await self._apart(lambda: self._next(prompt_ids, response_ids, num_left))
+        return await self._run_blocking(lambda: self._next(prompt_ids, response_ids, num_left))
 
     @torch.inference_mode()
     def _next(self, prompt_ids: list[int], response_ids: list[int], num_left: int) -> Step:

@@ -175,11 +175,11 @@ def _run(connection: Connection, settings: MiningSettings, number: int, num_work
     """In a worker process: mine every `num_workers`th problem."""
     start_worker()
     try:
-        bench = build(settings)
-        connection.send((bench.manifest, {problem.problem_id for problem in bench.problems}))
+        workbench = build(settings)
+        connection.send((workbench.manifest, {problem.problem_id for problem in workbench.problems}))
         store = _ParentStore(connection, connection.recv())
-        problems = bench.problems[number::num_workers]
-        connection.send(mine_problems(bench.miner, problems, store, num_in_flight=settings.in_flight))
+        problems = workbench.problems[number::num_workers]
+        connection.send(mine_problems(workbench.miner, problems, store, num_in_flight=settings.in_flight))
     except Exception as error:
         known = isinstance(error, ReprieveError)
         connection.send(error if known else ReprieveError(f"{type(error).__name__}: {error}"))

@@ -93,7 +93,7 @@ class ServedTarget(Target):
         )
         return [self._responses.until_stop(response_ids, one.token_ids) for one in completions]
 
-    async def apart(self, work: Callable[[], T]) -> T:
+    async def run_blocking(self, work: Callable[[], T]) -> T:
         """Run code in its own thread; one thread computes at a time while others wait for servers. See `Target`."""
         self._in_this_loop()
         dropped = threading.Event()
@@ -130,7 +130,7 @@ class ServedTarget(Target):
 
     @contextmanager
     def _letting_others_compute(self) -> Iterator[None]:
-        """Give up the lock that `apart` holds for this thread, and take it back at the end."""
+        """Give up the lock that `run_blocking` holds for this thread, and take it back at the end."""
         self._computing.release()
         try:
             yield

@@ -112,7 +112,7 @@ class Target(Protocol):
             self.complete(session, prompt_ids, response_ids, max_new_tokens, draw) for draw in draws
         )
 
-    async def apart(self, work: Callable[[], T]) -> T:
+    async def run_blocking(self, work: Callable[[], T]) -> T:
         """Run synchronous code that reads the target and return its result; subclasses may use a thread."""
         return work()
 

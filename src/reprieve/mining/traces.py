@@ -80,7 +80,7 @@ class DecoderTracer:
 
     async def __call__(self, prompt_ids: list[int], params: SamplingParams) -> Traced:
         """Return the rounds of one response."""
-        return await self._target.apart(lambda: self._trace(prompt_ids, params))
+        return await self._target.run_blocking(lambda: self._trace(prompt_ids, params))
 
     def _trace(self, prompt_ids: list[int], params: SamplingParams) -> Traced:
         if not hasattr(self._decoders, "decoder"):  # each thread has its own, because decoders have caches

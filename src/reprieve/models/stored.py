@@ -55,7 +55,7 @@ def stored_identity(settings: PairSettings) -> tuple[PairIdentity, Any, str]:
         PairError: the two do not share a tokenizer.
         SpecError: a precision or a file format that only the local engine reads.
     """
-    draft = settings.whole_draft
+    draft = settings.draft_source
     if settings.dtype == INT8:
         raise SpecError("dtype int8 requires the local engine (--engine local); servers quantise by their own flags")
     for name in filter(None, (settings.target, draft)):
@@ -98,8 +98,8 @@ def stored_positions(settings: PairSettings) -> int:
         ReprieveError: a model that cannot be found.
     """
     folders = [model_folder(settings.target, "target")]
-    if settings.whole_draft is not None:
-        folders.append(model_folder(settings.whole_draft, "draft"))
+    if settings.draft_source is not None:
+        folders.append(model_folder(settings.draft_source, "draft"))
     configs = [AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config() for folder in folders]
     return min(int(getattr(config, "max_position_embeddings", None) or _ANY) for config in configs)
 

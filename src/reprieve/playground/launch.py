@@ -15,7 +15,7 @@ from reprieve.certify.monitor import MonitorCheck, MonitorStatus, QualityMonitor
 from reprieve.drafters import DRAFTERS
 from reprieve.engine import Pair, SpeculativeDecoder
 from reprieve.errors import SpecError
-from reprieve.heads.length import fitting_length
+from reprieve.heads.length import draft_tokens_for
 from reprieve.playground.app import Service, create_app
 from reprieve.playground.limits import PatientProtocol
 from reprieve.playground.metrics import Metrics
@@ -64,7 +64,7 @@ def make_app(
         announce(f"offers {policy.describe()}")
 
     def lossless() -> SpeculativeDecoder:
-        k = fitting_length(settings.num_draft_tokens, STRICT)
+        k = draft_tokens_for(settings.num_draft_tokens, STRICT)
         return pair.decoder(STRICT, num_draft_tokens=k, drafter=settings.drafter)
 
     decoders: dict[str | None, SpeculativeDecoder] = {None: lossless()}
@@ -162,7 +162,7 @@ def _fitted(policy: Policy, pair: Pair, settings: PlaygroundSettings) -> Policy:
         made_for.require_matches(pair.identity, f"the certificate of {policy.rule.spec}", reads_draft=True)
     policy = policy.under(engine="local", drafter=settings.drafter, dtype=pair.dtype)
     k = _num_draft_tokens(policy, settings)
-    head = pair.length_head(k, policy.rule, DRAFTERS.make(settings.drafter))
+    head = pair.select_length_head(k, policy.rule, DRAFTERS.make(settings.drafter))
     drafts = k if head is None else head.certified()
     return policy.under(num_draft_tokens=drafts)
 
@@ -173,4 +173,4 @@ def _num_draft_tokens(policy: Policy, settings: PlaygroundSettings) -> NumDraftT
         certified = policy.certificate.conditions.num_draft_tokens
         if isinstance(certified, int):
             return certified
-    return fitting_length(settings.num_draft_tokens, policy.rule)
+    return draft_tokens_for(settings.num_draft_tokens, policy.rule)

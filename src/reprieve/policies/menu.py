@@ -28,11 +28,11 @@ def stops(policy: Policy) -> list[float]:
     settings = []
     for value in values:
         try:
-            settings.append((rule.with_dial(value).looseness, value))
+            settings.append((rule.with_dial(value).leniency, value))
         except SpecError:  # this rule's range is narrower than its family's
             continue
-    cap = math.inf if policy.max_threshold is None else rule.with_dial(policy.max_threshold).looseness
-    return [float(value) for looseness, value in sorted(settings) if looseness <= cap and math.isfinite(value)]
+    cap = math.inf if policy.max_threshold is None else rule.with_dial(policy.max_threshold).leniency
+    return [float(value) for leniency, value in sorted(settings) if leniency <= cap and math.isfinite(value)]
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class Policy:
             if level not in LEVELS[1:]:
                 raise SpecError(f"levels must be among certified, fast, got {level!r}")
             self._within_cap(self.rule.with_dial(value), level)
-        at = {level: self.rule.with_dial(value).looseness for level, value in self.levels.items()}
+        at = {level: self.rule.with_dial(value).leniency for level, value in self.levels.items()}
         if len(at) == 2 and at["fast"] < at["certified"]:
             raise SpecError(
                 f"fast must be no stricter than certified ({self.levels['certified']:g}), got {self.levels['fast']:g}"
@@ -92,7 +92,7 @@ class Policy:
         for count, value in self.by_load:
             rule = self.rule.with_dial(value)
             self._within_cap(rule, f"by_load at {count} requests")
-            if certified and rule.looseness > certified.looseness:
+            if certified and rule.leniency > certified.leniency:
                 raise SpecError(
                     f"by_load at {count} requests must be no more lenient than the certificate allows "
                     f"({certified.dial_value:g}), got {value:g}"
@@ -162,7 +162,7 @@ class Policy:
         set_by_operator = self.levels.get("certified") != self.certificate.threshold
         levels = {level: value for level, value in self.levels.items() if level != "certified" or set_by_operator}
         if holding:
-            best = max(holding, key=lambda one: self.rule.with_dial(one.threshold).looseness)
+            best = max(holding, key=lambda one: self.rule.with_dial(one.threshold).leniency)
             others = tuple(one for one in holding if one is not best)
             levels.setdefault("certified", best.threshold)
             return dataclasses.replace(self, levels=levels, certificate=best, other_certificates=others)
@@ -201,7 +201,7 @@ class Policy:
         if isinstance(rule, LosslessRule):
             return True
         certificate = self.certificate
-        return certificate is not None and rule.looseness <= self.rule.with_dial(certificate.threshold).looseness
+        return certificate is not None and rule.leniency <= self.rule.with_dial(certificate.threshold).leniency
 
     def resolve(self, fields: Mapping[str, Any] | None) -> Rule:
         """Return the rule that a request's fields (`FIELDS`) select; other fields are ignored.
@@ -254,7 +254,7 @@ class Policy:
         return rule
 
     def _within_cap(self, rule: Rule, what: str) -> None:
-        if self.max_threshold is not None and rule.looseness > self.rule.with_dial(self.max_threshold).looseness:
+        if self.max_threshold is not None and rule.leniency > self.rule.with_dial(self.max_threshold).leniency:
             limit = f"{rule.dial.name}={self.max_threshold:g}" if rule.dial is not None else "lossless"
             raise SpecError(f"{what} must be no more lenient than {limit}, got {rule.dial_value!r}")
 
@@ -355,4 +355,4 @@ def _certificates(rule: Rule, path: str | None, threshold: float | None) -> list
         if portable_spec(rule.with_dial(item.threshold)) == item.portable_rule
         and (threshold is None or item.threshold == threshold)
     ]
-    return sorted(fitting, key=lambda item: -rule.with_dial(item.threshold).looseness)
+    return sorted(fitting, key=lambda item: -rule.with_dial(item.threshold).leniency)

@@ -45,7 +45,7 @@ class AsdRule(Rule):
         return self.regret if self.regret > 0 and self.budget > 0 else -1.0
 
     @property
-    def looseness(self) -> float:
+    def leniency(self) -> float:
         """Budget, the parameter that the dial sets."""
         return self.budget
 

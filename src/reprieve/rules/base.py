@@ -120,7 +120,7 @@ class Rule(ABC):
         return value
 
     @property
-    def looseness(self) -> float:
+    def leniency(self) -> float:
         """Leniency in the unit of `threshold`; larger is more lenient. Comparable between settings of one rule."""
         return self.threshold
 

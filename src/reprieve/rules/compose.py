@@ -44,8 +44,8 @@ class Wrapper(Rule):
         return self.parts[0].threshold
 
     @property
-    def looseness(self) -> float:
-        return self.parts[0].looseness
+    def leniency(self) -> float:
+        return self.parts[0].leniency
 
     @property
     def heads(self) -> tuple[tuple[str, Any], ...]:

@@ -21,7 +21,7 @@ from reprieve.rules.base import Rule, Traits, register_rule
 from reprieve.transfers import spread
 from reprieve.types import Block, Evidence, gather_token
 
-Draw = Callable[[Tensor], Tensor]  # draws one token from each row of probabilities: [n, V] to [n]
+DrawTokens = Callable[[Tensor], Tensor]  # draws one token from each row of probabilities: [n, V] to [n]
 Rows = Tensor | slice
 
 
@@ -167,7 +167,7 @@ class ExactCheck(GreedyCheck):
         draw: draws the target's tokens.
     """
 
-    def __init__(self, scores: Tensor, token_ids: Tensor, rows: Rows, draw: Draw) -> None:
+    def __init__(self, scores: Tensor, token_ids: Tensor, rows: Rows, draw: DrawTokens) -> None:
         super().__init__(scores, token_ids, rows)
         self.next_ids = draw(scores.softmax(-1))
         self.own_ids = self.next_ids[rows]
@@ -192,7 +192,7 @@ class SampledCheck(LosslessCheck):
         uniforms: Tensor,
         proposal_probs: Tensor | None,
         draft_probs: Tensor | None = None,
-        draw: Draw | None = None,
+        draw: DrawTokens | None = None,
     ) -> None:
         super().__init__(scores, token_ids, rows)
         self.uniforms = uniforms

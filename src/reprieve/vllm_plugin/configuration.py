@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from reprieve.backends.running import require_handed_out
+from reprieve.backends.running import require_vllm_inputs
 from reprieve.errors import PairError, ReprieveError, SpecError, require_choice
 from reprieve.identity import tokenizer_fingerprint
 from reprieve.needs import Need
@@ -135,7 +135,7 @@ def require_supported(vllm_config: Any, menu: Menu) -> None:
             '"enable_adaptive_verification": false'
         )
     for rule in menu.rules:
-        require_handed_out(rule)
+        require_vllm_inputs(rule)
         _require_inputs(rule, vllm_config)
 
 

@@ -92,7 +92,7 @@ class WorkerRules:
     num_rounds: int = 0
     num_rescued: int = 0
     _known: dict[str, RequestRules] = field(default_factory=dict)
-    # The most lenient rule that was in force for a request: its label and looseness.
+    # The most lenient rule that was in force for a request: its label and leniency.
     _lenient: dict[str, tuple[str, float]] = field(default_factory=dict)
     _drafted: dict[str, bool] = field(default_factory=dict)
     _draft_probs: dict[str, Tensor] = field(default_factory=dict)
@@ -235,8 +235,8 @@ class WorkerRules:
         """Mark a request's response with the rule that was in force; return the rule's label."""
         label = self.label(name, rule)
         before = self._lenient.get(request_id)
-        if before is None or (before[0] != label and rule.looseness > before[1]):
-            self._lenient[request_id] = (label, rule.looseness)
+        if before is None or (before[0] != label and rule.leniency > before[1]):
+            self._lenient[request_id] = (label, rule.leniency)
             certified = self.menu.policies[name].covers(rule)
             metadata = {"reprieve_rule": label, "reprieve_threshold": rule.dial_value, "reprieve_certified": certified}
             self._marks.append((request_id, metadata))

@@ -104,14 +104,14 @@ def _prepare(vllm_config: Any) -> None:
     configuration.require_markers(
         menu, model.model, lambda: configuration.load_tokenizer(model.tokenizer, model.trust_remote_code)
     )
-    _have_responses_say_it(vllm_config)
+    _enable_request_metrics(vllm_config)
     rules = {name: portable_spec(policy.rule) for name, policy in menu.policies.items()}
     labels = {name: str(value) for name, value in _conditions(vllm_config).items()}
     metrics.extend({**labels, "rules": json.dumps(rules)})
     _refuse_stray_fields()
 
 
-def _have_responses_say_it(vllm_config: Any) -> None:
+def _enable_request_metrics(vllm_config: Any) -> None:
     """Turn on vLLM's per-request metrics, in which a response reports that it was decoded leniently."""
     observability = vllm_config.observability_config
     if vllm_config.speculative_config is not None and observability.per_request_spec_decode_metrics == "none":
@@ -175,7 +175,7 @@ def _install_in_workers(engine: Any, vllm_config: Any) -> None:
     if menu is None:
         return
     # The scheduler is created later; the front end may have launched this process before it changed the setting.
-    _have_responses_say_it(vllm_config)
+    _enable_request_metrics(vllm_config)
     metrics.extend()
     try:
         statuses = engine.collective_rpc("reprieve_install")
