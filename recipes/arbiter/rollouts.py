@@ -112,7 +112,7 @@ class Validated:
 
 
 class RolloutMaker:
-    """Decodes jobs in this process.
+    """Tokenizer jobs in this process.
 
     Raises:
         SpecError: a pair without a draft.
@@ -169,7 +169,7 @@ class RolloutMaker:
 
 
 class RolloutPool:
-    """Decodes jobs in several processes and keeps their order; a single worker runs in this process.
+    """Tokenizer jobs in several processes and keeps their order; a single worker runs in this process.
 
     Raises:
         SpecError: no workers.

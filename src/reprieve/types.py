@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,17 @@ PARTS = ("prefill", "draft", "verify", "advise", "rule", "commit")  # of an answ
 
 # Hidden states by layer, [n, D] each: indices into transformers' `hidden_states`; -1 is the last, after the norm.
 HiddenStates = Mapping[int, Tensor]
+
+
+class Tokenizer(Protocol):
+    """The part of a tokenizer that rules and the engine need."""
+
+    eos_token_id: int | None
+
+    def __len__(self) -> int: ...
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str: ...
+
 
 Progress = Callable[[int, int], None]  # called with the number of finished units of work, and of all
 

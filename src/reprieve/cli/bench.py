@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from reprieve.backends.settings import EngineSettings
 from reprieve.bench.settings import RunSettings, SpeedSettings, VerdictSettings
 from reprieve.cli import screen
-from reprieve.cli.command import Command
+from reprieve.cli.command import INTERRUPTED, Command
 from reprieve.cli.generate import Generate
 from reprieve.cli.tables import show_results, show_throughput
 from reprieve.display import LEGEND
@@ -189,7 +189,7 @@ def _report(run: Run, results: Results, engine: EngineSettings, out: Path, *, nu
     results.write(out)
     if not results.arms:
         screen.warn(f"interrupted before every arm had answered a problem; records kept in {out}")
-        return 130
+        return INTERRUPTED
     show_results(results)
     if unread := next((record for record in run.records if record.unread and results.graded), None):
         screen.say(
@@ -219,7 +219,7 @@ def _report(run: Run, results: Results, engine: EngineSettings, out: Path, *, nu
         screen.say(f"matplotlib is not installed; skipping the figure: {install_command('evidence')}")
     if not run.complete:
         screen.warn("interrupted: the table holds what was finished; run again to resume")
-        return 130
+        return INTERRUPTED
     return 1 if any(arm.num_failed for arm in results.arms) else 0
 
 

@@ -10,7 +10,7 @@ from reprieve.backends.settings import EngineSettings
 from reprieve.bench.settings import RunSettings
 from reprieve.certify.settings import CertifySettings, MonitorSettings
 from reprieve.cli import screen
-from reprieve.cli.command import Command
+from reprieve.cli.command import INTERRUPTED, Command
 from reprieve.errors import SpecError
 from reprieve.settings import AUTO, NumDraftTokens, PairSettings
 
@@ -63,7 +63,7 @@ class Certify(Command):
             )
         if outcome is None:
             screen.warn("interrupted: answers are kept; run again to go on")
-            return 130
+            return INTERRUPTED
         if outcome.certificate is None:
             screen.say(f"no certificate: {outcome.reason}")
             return 1

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import reprieve
-from reprieve.cli.command import Command
+from reprieve.cli.command import INTERRUPTED, Command
 from reprieve.cli.flags import parse, program_name
 from reprieve.errors import ReprieveError, did_you_mean
 
@@ -124,7 +124,7 @@ def run_command(kind: type[Command], arguments: Sequence[str]) -> int:
         folder = command.kept_in if command else None
         kept = f"; what is done is kept in {folder}: run again to go on" if folder else ""
         print(f"{name}: interrupted{kept}", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         return _reader_gone()
     except OSError as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reprieve.cli import screen
-from reprieve.cli.command import Command
+from reprieve.cli.command import INTERRUPTED, Command
 from reprieve.errors import SpecError, require_whole
 from reprieve.mining.settings import AutoJudgeMining, MiningSettings, PivotMining, TraceMining
 
@@ -66,7 +66,7 @@ class Mine(Command):
         )
         if report.interrupted:
             screen.warn("interrupted: finished problems are kept; run again to go on")
-            return 130
+            return INTERRUPTED
         return 1 if report.errors else 0
 
 

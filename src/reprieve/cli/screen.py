@@ -85,7 +85,7 @@ def confirm(question: str) -> bool:
 
 @contextlib.contextmanager
 def progress(title: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
-    """Yield a callback, given how many are done of how many, that moves a bar on stderr.
+    """Yield a callback `(done, total)` that updates a progress bar on stderr.
 
     Where there is no terminal, it prints a line a minute instead, and one at the end.
 
@@ -185,7 +185,7 @@ def load(pair: PairSettings, *, decodes: bool = True) -> Pair:
     """Load the pair without transformers' progress bars and warnings.
 
     Args:
-        decodes: see `engine.pair.load_configured`.
+        decodes: see `engine.processes.load_configured`.
     """
     quiet_transformers()
     from reprieve.engine.processes import load_configured

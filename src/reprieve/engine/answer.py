@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from reprieve.engine.text import TextStream, Tokenizer, special_tokens, text_pieces
+from reprieve.engine.text import TextStream, special_tokens, text_pieces
 from reprieve.settings import SamplingParams
-from reprieve.types import Generation, Provenance, Token
+from reprieve.types import Generation, Provenance, Token, Tokenizer
 
 OnToken = Callable[[Token, str], None]  # a committed token and the text that became final with it
 

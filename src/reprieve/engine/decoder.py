@@ -17,7 +17,7 @@ from torch import Tensor
 from reprieve.drafters import Drafter, NoDrafter
 from reprieve.drafters.length import DraftLength, FixedLength
 from reprieve.engine.answer import Answer, OnToken, with_logprobs
-from reprieve.engine.text import Tokenizer, chat_prompt, token_ids_of
+from reprieve.engine.text import chat_prompt, token_ids_of
 from reprieve.errors import SpecError, UnsupportedModelError
 from reprieve.heads.loading import attach_heads
 from reprieve.models.arbiter import ArbiterAdvisor
@@ -40,6 +40,7 @@ from reprieve.types import (
     Provenance,
     RoundTrace,
     Token,
+    Tokenizer,
     Verification,
     gather_token,
 )

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from reprieve.errors import SpecError, require_whole
+from reprieve.types import Tokenizer
 
 REPLACEMENT = "\ufffd"  # decoded from bytes that do not form a character
 LONGEST_CHARACTER = 8  # tokens; longer runs are invalid bytes
-
-
-class Decodes(Protocol):
-    """The part of a tokenizer that turns ids into text."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str: ...
-
-
-class Tokenizer(Decodes, Protocol):
-    """The part of a tokenizer that the engine needs."""
-
-    eos_token_id: int | None
-
-    def __len__(self) -> int: ...
-    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
 
 
 def token_ids_of(tokenizer: Tokenizer, prompt: str | Sequence[int], num_token_ids: int) -> list[int]:
@@ -88,7 +74,7 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
     return {token.content: token_id for token_id, token in added.items() if token.special}
 
 
-def text_pieces(tokenizer: Decodes, stop: tuple[str, ...], token_ids: list[int]) -> list[str]:
+def text_pieces(tokenizer: Tokenizer, stop: tuple[str, ...], token_ids: list[int]) -> list[str]:
     """Return the text that became final with each token of a whole answer; a stop text is left out."""
     stream = TextStream(tokenizer, stop)
     pieces = [stream.push(token_id) for token_id in token_ids]
@@ -131,7 +117,7 @@ class TextStream:
     of the last tokens, with the previous ones as context, because a token's text can depend on them.
     """
 
-    def __init__(self, tokenizer: Decodes, stop: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
         self.tokenizer = tokenizer
         self._stops = [_Stop(text) for text in stop]
         self.text = ""  # without the stop text

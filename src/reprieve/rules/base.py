@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -15,15 +15,7 @@ from torch import Tensor
 from reprieve.errors import SpecError
 from reprieve.needs import Need
 from reprieve.specs import Registry, format_spec, parameters_of
-from reprieve.types import Evidence
-
-
-class VocabularySource(Protocol):
-    """Part of a tokenizer needed by rules that read the tokens' text."""
-
-    def __len__(self) -> int: ...
-    def decode(self, token_ids: list[int]) -> str: ...
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+from reprieve.types import Evidence, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -154,7 +146,7 @@ class Rule(ABC):
         """Return the rule with `change` applied to every simple rule in it."""
         return change(self)
 
-    def bind(self, tokenizer: VocabularySource) -> Rule:
+    def bind(self, tokenizer: Tokenizer) -> Rule:
         """Return the rule bound to a tokenizer; rules that do not read tokens' text return themselves."""
         return self
 

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from reprieve.errors import SpecError, require_choice, require_whole
 from reprieve.needs import Need
-from reprieve.rules.base import RULES, Dial, Rule, Traits, VocabularySource, accepts, passes
+from reprieve.rules.base import RULES, Dial, Rule, Traits, accepts, passes
 from reprieve.rules.lossless import LosslessRule
 from reprieve.rules.spans import MODEL_SPANS, model_markers, span_is_open
 from reprieve.specs import construct, format_value, parse_spec, split
-from reprieve.types import Evidence
+from reprieve.types import Evidence, Tokenizer
 
 
 class Wrapper(Rule):
@@ -58,7 +58,7 @@ class Wrapper(Rule):
     def transform(self, change: Callable[[Rule], Rule]) -> Self:
         return self.with_parts([rule.transform(change) for rule in self.parts])
 
-    def bind(self, tokenizer: VocabularySource) -> Self:
+    def bind(self, tokenizer: Tokenizer) -> Self:
         return self.with_parts([rule.bind(tokenizer) for rule in self.parts])
 
     def to(self, device: Any) -> Self:
@@ -225,7 +225,7 @@ class InsideSpan(_Restricted):
         needs = inside.needs | {Need.CONTEXT}
         return dataclasses.replace(inside, needs=needs, reads_text=True, truncates=False)
 
-    def bind(self, tokenizer: VocabularySource) -> Self:
+    def bind(self, tokenizer: Tokenizer) -> Self:
         """Encode the markers and bind the inner rule.
 
         Raises:

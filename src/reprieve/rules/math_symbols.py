@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import require_choice, require_counts
-from reprieve.rules.base import Dial, Rule, Traits, VocabularySource, register_rule
+from reprieve.rules.base import Dial, Rule, Traits, register_rule
 from reprieve.rules.distributions import token_rank
-from reprieve.types import Evidence
+from reprieve.types import Evidence, Tokenizer
 
 # A digit, an operator or relation, or a lone letter used as a variable.
 _MATHEMATICAL = re.compile(r"[0-9+\-*/=<>^%×÷±√∑π]|^\s*[a-zA-Z]\s*$")
@@ -58,7 +58,7 @@ class MathSymbolsRule(Rule):
             return 0.0
         return float(torch.iinfo(torch.int32).max) if self.k is None else float(self.k)
 
-    def bind(self, tokenizer: VocabularySource) -> MathSymbolsRule:
+    def bind(self, tokenizer: Tokenizer) -> MathSymbolsRule:
         """Classify every token of the vocabulary."""
         mask = torch.tensor([is_mathematical(tokenizer.decode([token_id])) for token_id in range(len(tokenizer))])
         return dataclasses.replace(self, symbol_mask=mask)

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import SpecError
-from reprieve.rules.base import VocabularySource
 from reprieve.transfers import spread, to_device
-from reprieve.types import ROOT, Context, Evidence
+from reprieve.types import ROOT, Context, Evidence, Tokenizer
 
 _GPT_OSS = ("<|channel|>analysis<|message|>", "<|end|>")
 # Markers by span, in the order in which a tokenizer is searched for them: those of one model family come before
@@ -47,7 +46,7 @@ MODEL_SPANS = {
 _SIGNS = {_GPT_OSS: ("<|channel|>", "<|message|>", "<|end|>")}
 
 
-def model_markers(span: str, tokenizer: VocabularySource) -> tuple[str, str]:
+def model_markers(span: str, tokenizer: Tokenizer) -> tuple[str, str]:
     """Return the markers of `thinking` or `tool_calls` that a tokenizer has as tokens.
 
     Markers that a tokenizer would cut into pieces do not count: the pieces depend on the text around them, and an end
@@ -66,7 +65,7 @@ def model_markers(span: str, tokenizer: VocabularySource) -> tuple[str, str]:
     )
 
 
-def _is_token(text: str, tokenizer: VocabularySource) -> bool:
+def _is_token(text: str, tokenizer: Tokenizer) -> bool:
     """Return whether a text is one token, and not the token for unknown text."""
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     return len(token_ids) == 1 and tokenizer.decode(list(token_ids)).strip() == text
