@@ -13,7 +13,7 @@ from reprieve.bench.arms import Arm
 from reprieve.bench.engine import EngineFacts, Job, RunConfig
 from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.drafters import DRAFTERS, EagleSettings
-from reprieve.engine import DRAFT_ONLY, Pair, SamplingParams
+from reprieve.engine import Pair, SamplingParams
 from reprieve.engine.batched import BatchedSpeculativeDecoder, Request, refusal
 from reprieve.engine.batches import Stepper
 from reprieve.engine.text import token_ids_of
@@ -49,7 +49,7 @@ class BatchedEngine:
         if arm.truncation is not None or arm.folded:
             return f"{'a head trained out of fold' if arm.folded else 'direct:'} needs --engine local"
         if arm.rule is None:
-            return "the pair has no draft" if arm.label == DRAFT_ONLY and self.pair.draft is None else ""
+            return "the pair has no draft" if arm.alone == "draft" and self.pair.draft is None else ""
         if isinstance(arm.num_draft_tokens, str):
             k = arm.num_draft_tokens
             return f"engine batched needs a number of draft tokens, such as @K={SERVED_DRAFT_TOKENS}, got {k}"
@@ -124,7 +124,7 @@ class DecoderGroup(NamedTuple):
 def group_of(arm: Arm, drafter: str) -> DecoderGroup:
     """Return the group of an arm that the engine does not refuse, with the run's drafter."""
     if arm.rule is None:
-        return DecoderGroup(arm.label == DRAFT_ONLY, 0, None)
+        return DecoderGroup(arm.alone == "draft", 0, None)
     assert isinstance(arm.num_draft_tokens, int)
     settings = DRAFTERS.make(arm.drafter or drafter)
     if not isinstance(settings, EagleSettings):

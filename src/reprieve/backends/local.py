@@ -14,7 +14,7 @@ from reprieve.bench.arms import Arm
 from reprieve.bench.engine import EngineFacts, Job, RunConfig
 from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.drafters import DRAFTERS
-from reprieve.engine import DRAFT_ONLY, FoldedDecoder, Pair, SamplingParams, load_pair
+from reprieve.engine import FoldedDecoder, Pair, SamplingParams, load_pair
 from reprieve.engine.processes import start_worker
 from reprieve.errors import EngineError, require_whole
 from reprieve.models.cached_model import shared_length
@@ -66,8 +66,7 @@ class LocalEngine:
         """See `Engine`."""
         if arm.vllm:
             return f"{arm.label} is vLLM's own method: use --engine vllm"
-        needs_draft = arm.label == DRAFT_ONLY
-        return "the pair has no draft" if needs_draft and self.pair.draft is None else ""
+        return "the pair has no draft" if arm.alone == "draft" and self.pair.draft is None else ""
 
     def expect(self, arms: Sequence[Arm], drafter: str) -> None:
         """See `Engine`."""

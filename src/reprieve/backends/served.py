@@ -10,7 +10,7 @@ from typing import Any
 
 from reprieve.backends.client import Client, Completion
 from reprieve.backends.concurrency import iterate, require_arm_fits, results_of
-from reprieve.backends.deploying import DRAFT, PAIR, TARGET, Deployer, ServerPlan, fields_of
+from reprieve.backends.deploying import PAIR, TARGET, Deployer, ServerPlan, fields_of
 from reprieve.backends.running import Running
 from reprieve.backends.settings import SERVED_DRAFT_TOKENS
 from reprieve.bench.answering import Answerer
@@ -18,7 +18,7 @@ from reprieve.bench.arms import Arm
 from reprieve.bench.engine import EngineFacts, Job, RunConfig
 from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.drafters import DRAFTERS
-from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, SamplingParams
+from reprieve.engine import SamplingParams
 from reprieve.errors import EngineError, ReprieveError, SpecError
 from reprieve.heads.files import find_head
 from reprieve.identity import PairIdentity, digest
@@ -227,8 +227,8 @@ class ServedEngine:
         return fields
 
     def _plan(self, arm: Arm, drafter: str) -> ServerPlan:
-        if arm.label in (TARGET_ONLY, DRAFT_ONLY):
-            return ServerPlan(TARGET if arm.label == TARGET_ONLY else DRAFT)
+        if arm.alone is not None:
+            return ServerPlan(arm.alone)
         assert isinstance(arm.num_draft_tokens, int)  # see `refusal`
         return ServerPlan(PAIR, arm.num_draft_tokens, arm.drafter or drafter, method=arm.vllm)
 

@@ -18,7 +18,6 @@ from reprieve.bench.engine import RunConfig
 from reprieve.bench.results import ThroughputResults
 from reprieve.bench.settings import SpeedSettings
 from reprieve.bench.summary import lossless_for
-from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.files import append_line, read_records
 from reprieve.stats import bootstrap_interval
 from reprieve.tasks import Task
@@ -138,7 +137,7 @@ def _rows(cells: Sequence[Cell], arms: Sequence[Arm]) -> Iterator[ThroughputResu
             speeds = np.array([cell.num_tokens / cell.seconds for cell in arm_cells])
             pairs = [by_turn.get((str(base), level, cell.turn)) for cell in arm_cells]
             ratio: dict[str, Any] = {}
-            if arm.label not in (TARGET_ONLY, DRAFT_ONLY) and all(pairs):
+            if arm.alone is None and all(pairs):
                 strict_speeds = np.array([pair.num_tokens / pair.seconds for pair in pairs if pair])
                 ratio = _ratio(speeds / strict_speeds)
             yield ThroughputResults(

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from reprieve.bench.arms import Arm
 from reprieve.bench.engine import RunConfig
 from reprieve.bench.records import ProblemRecord, Reply
-from reprieve.engine import DRAFT_ONLY, SamplingParams
+from reprieve.engine import SamplingParams
 from reprieve.errors import EngineError, PairError
 from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.base import grade
@@ -108,7 +108,7 @@ def reply_of(arm: Arm, generation: Generation) -> Reply:
         spans=spans_of(generation.pieces),
         **generation.stats,
     )
-    return dataclasses.replace(reply, num_rounds=0) if arm.label == DRAFT_ONLY else reply  # rounds are target forwards
+    return dataclasses.replace(reply, num_rounds=0) if arm.alone == "draft" else reply  # rounds are target forwards
 
 
 def spans_of(pieces: Sequence[tuple[str, str]]) -> list[list[Any]]:

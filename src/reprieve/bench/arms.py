@@ -68,6 +68,11 @@ class Arm:
     vllm: tuple[tuple[str, Any], ...] = ()
 
     @property
+    def alone(self) -> str | None:
+        """The model that answers alone in this arm, "target" or "draft"; None for other arms."""
+        return {TARGET_ONLY: "target", DRAFT_ONLY: "draft"}.get(self.name)
+
+    @property
     def label(self) -> str:
         """Its name in files and tables, as `bench --arm` takes it; unique within a run."""
         return self.name + self._suffix
@@ -113,7 +118,7 @@ class Arm:
         Raises:
             PairError: a head made for another pair.
         """
-        rule = (DRAFT_ONLY if self.label == DRAFT_ONLY else TARGET_ONLY) if self.rule is None else self.rule
+        rule = (DRAFT_ONLY if self.alone == "draft" else TARGET_ONLY) if self.rule is None else self.rule
         drafter = self.drafter or drafter
         return pair.decoder(
             rule,

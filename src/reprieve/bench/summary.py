@@ -91,7 +91,7 @@ def _summarise_arm(arm: Arm, rows: Rows, run: Run) -> ArmResults:
     total = DecodingStats.total(records)
     tokens, rounds, seconds = total.num_tokens, total.num_rounds, total.seconds
     drafted, accepted, num_finished = total.num_drafted, total.num_accepted, sum(record.finished for record in records)
-    forwards = rounds and arm.name != DRAFT_ONLY  # of the target
+    forwards = rounds and arm.alone != "draft"  # of the target
     return ArmResults(
         rule=arm.rule_name,
         name=arm.name,
