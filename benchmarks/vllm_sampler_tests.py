@@ -67,7 +67,7 @@ def _behind_the_plugin():
         finally:
             sampler.ROUND.reset(token)
         assert rules.failures == 0, "the plugin failed"
-        rounds = rules.take_rounds()
+        rounds = rules.counter.take_rounds()
         assert len(rounds) == len(counts) and not any(sum(found.rescued) for found in rounds)
         return output
 

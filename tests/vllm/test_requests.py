@@ -54,7 +54,7 @@ def test_sampling_and_greedy_requests_share_a_batch(llm, problems, spec):
     mixed = texts(llm.generate(chosen, wanted, use_tqdm=False))
     for kind in (0, 1):
         assert mixed[kind::2] == texts(llm.generate(chosen[kind::2], wanted[kind::2], use_tqdm=False))
-    assert rules_of(llm).status["failures"] == 0 and rules_of(llm).num_rescued > 0
+    assert rules_of(llm).status["failures"] == 0 and rules_of(llm).counter.num_rescued > 0
 
 
 def test_off_and_strict_requests_are_lossless_in_a_mixed_batch(llm, problems):

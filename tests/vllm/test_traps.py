@@ -35,9 +35,9 @@ def test_placeholder_drafts_are_left_to_vllm(llm, problems):
     """Near the context limit vLLM drafts token 0 for the whole batch; a rule with k = V would accept all of them."""
     ids = llm.get_tokenizer().encode(problems[0].prompt)
     long = {"prompt_token_ids": (ids * 40)[:480]}
-    rounds = rules_of(llm).num_rounds
+    rounds = rules_of(llm).counter.num_rounds
     served = generate(llm, [long, problems[1].prompt], ignore_eos=True, max_tokens=31)
-    assert rules_of(llm).num_rounds > rounds
+    assert rules_of(llm).counter.num_rounds > rounds
     for output in served:
         assert len(output.outputs[0].token_ids) == 31
         assert 0 not in output.outputs[0].token_ids
@@ -95,7 +95,7 @@ def test_processors_stay_vllms_own(llm, problems, settings):
         made[spec] = texts(generate(llm, prompts, **settings))
     use_rule(llm, "top_k:k=714")
     assert made["lossless"] == made["margin:delta=0"]
-    assert rules.num_rounds > 0 and rules.failures == 0
+    assert rules.counter.num_rounds > 0 and rules.failures == 0
 
 
 def test_prefix_caching_and_chunked_prefill_change_nothing(problems):
@@ -108,7 +108,7 @@ def test_prefix_caching_and_chunked_prefill_change_nothing(problems):
     ]
     plain, cached = ([texts(generate(llm, prompts)) for _ in range(2)] for llm in engines)
     assert plain[0] == plain[1] == cached[0] == cached[1]
-    assert rules_of(engines[1]).num_rescued > 0
+    assert rules_of(engines[1]).counter.num_rescued > 0
 
 
 def test_stops_inside_an_accepted_block_end_the_answer(llm, problems):

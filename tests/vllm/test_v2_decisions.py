@@ -204,10 +204,10 @@ def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypa
             if temperature == 0:
                 assert output == [*block.token_ids[: len(outcome.path)].tolist(), outcome.next_token_id]
             rescued += outcome.num_rescued
-    rules.take_rounds()
+    rules.counter.take_rounds()
     assert rules.failures == 0 and (rescued > 0 or decoder.rule.traits.replaces)
     if temperature == 0:
-        assert rules.num_rescued == rescued
+        assert rules.counter.num_rescued == rescued
 
 
 V = 8
@@ -353,7 +353,7 @@ def test_leniency_follows_the_load():
             admit(processor, slot, params_of(asked={"reprieve_threshold": 1.0} if slot == 1 else None))
         outputs = Batch([[1]] * num, [logits] * num).verify(processor, temperatures=torch.zeros(num))
         assert outputs[0] == expected and outputs[1] == [0]
-    labels = {found.rule for found in rules.take_rounds()}
+    labels = {found.rule for found in rules.counter.take_rounds()}
     assert labels == {"margin@1", "margin@2"}
 
 
@@ -406,10 +406,10 @@ def test_chunks_without_a_rule_do_not_affect_the_next():
         admit(processor, slot, params_of(asked=asked))
     draft_logits = torch.randn(64, 3, V, generator=torch.Generator().manual_seed(1))
     whole = batch.verify(processor, temperatures=torch.zeros(5), draft_logits=draft_logits)
-    rounds = processor.rules.take_rounds()
+    rounds = processor.rules.counter.take_rounds()
     each = [slice(slot, slot + 1) for slot in range(5)]
     assert batch.verify(processor, temperatures=torch.zeros(5), draft_logits=draft_logits, chunks=each) == whole
-    assert processor.rules.take_rounds() == rounds
+    assert processor.rules.counter.take_rounds() == rounds
     relaxed = [("request 0", "fuzzy@0.5"), ("request 2", "margin@2"), ("request 4", "margin@2")]
     assert [(found.request_id, found.rule) for found in rounds] == relaxed
     assert processor.rules.failures == 0

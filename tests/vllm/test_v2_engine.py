@@ -65,11 +65,11 @@ def test_strict_requests_get_the_local_engines_lossless_answer(llm, problems):
 
 
 def test_a_response_and_the_counters_say_what_the_rule_did(llm, problems):
-    before = rules_of(llm).num_rescued
+    before = rules_of(llm).counter.num_rescued
     output = generate(llm, prompts_of(problems, 1), extra_args={"reprieve_rule": "top_k"})[0].outputs[0]
     summary = output.spec_decode_metrics.to_dict()
     assert summary["reprieve_rule"] == "top_k@4"
-    assert summary["num_rescued_tokens"] == rules_of(llm).num_rescued - before > 0
+    assert summary["num_rescued_tokens"] == rules_of(llm).counter.num_rescued - before > 0
     places = {
         (metric.labels["outcome"], metric.labels["position"]): metric.value
         for metric in llm.get_metrics()
@@ -113,7 +113,7 @@ def test_a_rule_that_accepts_nothing_changes_nothing(llm, problems, settings):
         made[spec] = texts(generate(llm, prompts_of(problems, 2), max_tokens=20, **settings))
     worker_of(llm).model_runner.reprieve.rules = before
     assert made["lossless"] == made["ratio:ratio=1"]
-    assert rules.num_rounds > 0 and rules.failures == 0
+    assert rules.counter.num_rounds > 0 and rules.failures == 0
 
 
 def test_seeded_draws_do_not_depend_on_other_requests(llm, problems):
@@ -151,7 +151,7 @@ def test_prefix_caching_chunked_prefill_and_preemption_change_nothing(llm, probl
     )
     for _ in range(2):
         assert texts(generate(crowded, prompts)) == plain
-    assert rules_of(crowded).num_rescued > 0 and rules_of(crowded).failures == 0
+    assert rules_of(crowded).counter.num_rescued > 0 and rules_of(crowded).failures == 0
     preempted = next(metric.value for metric in crowded.get_metrics() if metric.name == "vllm:num_preemptions")
     assert preempted > 0
 
@@ -178,7 +178,7 @@ def test_spans_work_under_asynchronous_scheduling(problems, monkeypatch):
         start = [*output.prompt_token_ids, output.outputs[0].token_ids[0]]
         made = decoder.generate(start, Params(max_new_tokens=48))
         assert list(output.outputs[0].token_ids[1:]) == made.token_ids[:31]
-    assert rules_of(llm).num_rescued > 0 and rules_of(llm).failures == 0
+    assert rules_of(llm).counter.num_rescued > 0 and rules_of(llm).failures == 0
 
 
 def test_n_grams_serve_rules_that_need_no_draft(problems):

@@ -56,8 +56,8 @@ def output_of(rules):
 def note(rules, request_id, rescued):
     """A round of one request with three drafted tokens, all accepted."""
     choice = rules.known(request_id, dict).choice
-    label = rules.mark(request_id, choice.name, choice.rule)
-    rules.note([request_id], [label], [3], torch.tensor([3]), torch.tensor([rescued]))
+    label = rules.counter.mark(request_id, choice.name, choice.rule)
+    rules.counter.start_copy([request_id], [label], [3], torch.tensor([3]), torch.tensor([rescued]))
 
 
 def test_a_lenient_response_reports_rule_threshold_rescued_tokens_and_certificate():
@@ -92,7 +92,7 @@ def test_a_lenient_request_is_marked_before_its_counts_arrive():
     Stats, Metrics, Scheduler = records()
     metrics = Metrics(4)
     rules = WorkerRules(Menu.load("margin:delta=2"))
-    rules.mark("a", "margin", parse_rule("margin:delta=2"))
+    rules.counter.mark("a", "margin", parse_rule("margin:delta=2"))
     Scheduler(metrics, Stats(4)).update_from_output(None, output_of(rules))
     told = metrics.to_dict()
     assert (told["reprieve_rule"], told["reprieve_certified"], told["num_rescued_tokens"]) == ("margin@2", False, 0)
@@ -116,9 +116,9 @@ def test_counts_wait_for_a_step_that_has_statistics_and_are_dropped_without_any(
 def test_marks_are_bounded_on_ranks_without_output():
     rules = WorkerRules(Menu.load("margin:delta=2"))
     for number in range(4100):
-        rules.mark(str(number), "margin", parse_rule("margin:delta=2"))
+        rules.counter.mark(str(number), "margin", parse_rule("margin:delta=2"))
         rules.forget([str(number)])
-    assert len(rules.take_marks()) == 4096 and rules.take_marks() == {}
+    assert len(rules.counter.take_marks()) == 4096 and rules.counter.take_marks() == {}
 
 
 def test_a_stray_field_is_an_error_that_says_where_it_belongs(monkeypatch):

@@ -195,8 +195,8 @@ def test_only_kept_rescued_tokens_are_counted():
     made.lossless = torch.tensor([True, False, False, False, True])
     output = torch.tensor([[4, 5, 6, -1], [7, -1, -1, -1], [8, -1, -1, -1]])
     rules.count(requests, rows, made, output)
-    assert rules.take_rounds() == [("a", "margin@9", 3, [0, 1]), ("b", "margin@9", 2, [])]
-    assert rules.num_rescued == 1 and rules.take_rounds() == []
+    assert rules.counter.take_rounds() == [("a", "margin@9", 3, [0, 1]), ("b", "margin@9", 2, [])]
+    assert rules.counter.num_rescued == 1 and rules.counter.take_rounds() == []
 
 
 def vllm_config(*, v2=False, spec=None, model=None, parallel=None, async_scheduling=False):

@@ -39,9 +39,9 @@ _COUNTERS = {
 def attach(output: Any, rules: WorkerRules) -> None:
     """Send a worker's counts along with its output, to the scheduler, and which requests were decoded leniently."""
     with rules.guarded("counting failed"):
-        marks = rules.take_marks()
+        marks = rules.counter.take_marks()
         by_request: dict[str, list[tuple[Any, ...]]] = {request_id: [] for request_id in marks}
-        for request_id, *counts in rules.take_rounds():
+        for request_id, *counts in rules.counter.take_rounds():
             by_request.setdefault(request_id, []).append(tuple(counts))
         if by_request:
             attached = {request_id: (marks.get(request_id), counts) for request_id, counts in by_request.items()}

@@ -1,4 +1,4 @@
-"""Rules in one worker: turn requests into rows, a round's tensors into decisions, and its outcome into counts.
+"""Rules in one worker: turn requests into rows, and a round's tensors into decisions.
 
 Uses vLLM's tensors and request ids but none of its classes: those are left to `v1.runner` and `v2.runner`.
 """
@@ -6,11 +6,10 @@ Uses vLLM's tensors and request ids but none of its classes: those are left to `
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from reprieve.policies.policy import STRICT
 from reprieve.rules import RiskBudget, Rule
 from reprieve.rules.batch import Batch, BatchRequest, Decisions, decide
 from reprieve.transfers import spread, to_device
+from reprieve.vllm_plugin.counting import RoundCounter
 
 logger = logging.getLogger("vllm.reprieve")
 
@@ -55,26 +55,6 @@ class RoundRequest:
     settings: Callable[[], Mapping[str, Any] | None]  # see `request_settings`
 
 
-class RelaxedRound(NamedTuple):
-    """Outcome of one request's round under a rule."""
-
-    request_id: str
-    rule: str  # label of the counters
-    num_drafted: int
-    rescued: list[int]  # for each accepted token, 1 if it was rescued and 0 if the lossless check accepts it
-
-
-@dataclass
-class _Pending:
-    """Counts that are on their way from the device."""
-
-    request_ids: list[str]
-    rules: list[str]  # labels of the counters; empty if the lossless check was in force
-    num_drafted: list[int]
-    kept: Tensor  # [B, K + 2], int16, on the CPU after `ready`: number accepted, then 1 where lossless refuses
-    ready: Any
-
-
 @dataclass
 class WorkerRules:
     """The state of the plugin in one worker.
@@ -89,18 +69,13 @@ class WorkerRules:
     rank: int = 0
     seed: int = 0
     failures: int = 0
-    num_rounds: int = 0
-    num_rescued: int = 0
+    counter: RoundCounter = field(init=False)
     _known: dict[str, RequestRules] = field(default_factory=dict)
-    # The most lenient rule that was in force for a request: its label and leniency.
-    _lenient: dict[str, tuple[str, float]] = field(default_factory=dict)
     _drafted: dict[str, bool] = field(default_factory=dict)
     _draft_probs: dict[str, Tensor] = field(default_factory=dict)
-    # Bounded, because ranks that return no output never take their counts. One thread appends, another one takes.
-    _pending: deque[_Pending] = field(default_factory=lambda: deque(maxlen=256))
-    _marks: deque[tuple[str, dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=4096))
 
     def __post_init__(self) -> None:
+        self.counter = RoundCounter(self.menu)
         self._noise = torch.Generator().manual_seed(self.seed)
 
     @property
@@ -111,8 +86,8 @@ class WorkerRules:
             "rank": self.rank,
             "rule": "; ".join(rule.spec for rule in self.menu.rules),
             "failures": self.failures,
-            "num_rounds": self.num_rounds,
-            "num_rescued": self.num_rescued,
+            "num_rounds": self.counter.num_rounds,
+            "num_rescued": self.counter.num_rescued,
         }
 
     def note_drafts(self, request_ids: Sequence[str], probs: Tensor | None, *, real: bool = True) -> None:
@@ -127,7 +102,8 @@ class WorkerRules:
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop the state of finished requests; a later request may reuse an id."""
         for request_id in request_ids:
-            for kept in (self._known, self._drafted, self._draft_probs, self._lenient):
+            self.counter.forget(request_id)
+            for kept in (self._known, self._drafted, self._draft_probs):
                 kept.pop(request_id, None)
 
     def forget_all_but(self, request_ids: Mapping[str, Any]) -> None:
@@ -220,73 +196,13 @@ class WorkerRules:
             ]
             lossless = torch.ones(output_ids.shape, dtype=torch.bool, device=output_ids.device)
             lossless.view(-1)[spread(flat, torch.long, output_ids.device)] = decisions.lossless
-            self.note(
+            self.counter.start_copy(
                 [request.request_id for request in requests],
                 [
-                    "" if row.strict else self.mark(request.request_id, row.name, row.rule)
+                    "" if row.strict else self.counter.mark(request.request_id, row.name, row.rule)
                     for request, row in zip(requests, rows, strict=True)
                 ],
                 [row.num_drafted for row in rows],
                 (output_ids >= 0).sum(-1) - 1,
                 ~lossless,
             )
-
-    def mark(self, request_id: str, name: str, rule: Rule) -> str:
-        """Mark a request's response with the rule that was in force; return the rule's label."""
-        label = self.label(name, rule)
-        before = self._lenient.get(request_id)
-        if before is None or (before[0] != label and rule.leniency > before[1]):
-            self._lenient[request_id] = (label, rule.leniency)
-            certified = self.menu.policies[name].covers(rule)
-            metadata = {"reprieve_rule": label, "reprieve_threshold": rule.dial_value, "reprieve_certified": certified}
-            self._marks.append((request_id, metadata))
-        return label
-
-    def take_marks(self) -> dict[str, dict[str, Any]]:
-        """Return the marks for requests since the last call, by request, and clear them."""
-        marks = {}
-        while self._marks:
-            request_id, metadata = self._marks.popleft()
-            marks[request_id] = metadata
-        return marks
-
-    def label(self, name: str, rule: Rule) -> str:
-        """Return a rule's label for counters: its name and, if the operator set it, the value of its dial."""
-        value = rule.dial_value
-        if value is None:
-            return name
-        return f"{name}@{value:g}" if value in self.menu.policies[name].named_values else f"{name}@asked"
-
-    def note(
-        self,
-        request_ids: list[str],
-        labels: list[str],
-        num_drafted: list[int],
-        num_accepted: Tensor,  # [B]
-        against: Tensor,  # [B, K + 1], bool: drafted tokens that the lossless check refuses
-    ) -> None:
-        """Start copying a round's counts to the host."""
-        kept = torch.cat([num_accepted.unsqueeze(-1), against], -1).to(torch.int16)
-        ready = None
-        if kept.device.type == "cuda":
-            kept = kept.to("cpu", non_blocking=True)
-            ready = torch.cuda.Event()
-            ready.record()
-        self._pending.append(_Pending(request_ids, labels, num_drafted, kept, ready))
-
-    def take_rounds(self) -> list[RelaxedRound]:
-        """Return the rounds under a rule whose counts have arrived since the last call."""
-        rounds = []
-        while self._pending:
-            pending = self._pending.popleft()
-            if pending.ready is not None and not pending.ready.query():
-                self._pending.appendleft(pending)
-                break
-            for request_id, rule, num_drafted, (num_accepted, *rescued) in zip(
-                pending.request_ids, pending.rules, pending.num_drafted, pending.kept.tolist(), strict=True
-            ):
-                if rule and num_drafted:
-                    rounds.append(RelaxedRound(request_id, rule, num_drafted, rescued[:num_accepted]))
-                    self.num_rounds += 1
-                    self.num_rescued += sum(rescued[:num_accepted])
-        return rounds

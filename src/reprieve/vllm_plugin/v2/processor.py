@@ -117,7 +117,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
             decide_together(rule, self._token_settings(name, mine, ctx), budgets, batch, decisions)
         request_ids = current.request_ids[current.requests]
         labels = [
-            "" if rule is None else self.rules.mark(request_id, name, rule)
+            "" if rule is None else self.rules.counter.mark(request_id, name, rule)
             for request_id, name, rule in zip(request_ids, names, in_force, strict=True)
         ]
         num_drafted = [int(count) - 1 for count in current.num_rows[current.requests]]

@@ -19,6 +19,7 @@ from torch import Tensor
 from reprieve.errors import ReprieveError
 from reprieve.needs import Need
 from reprieve.vllm_plugin import metrics
+from reprieve.vllm_plugin.counting import RoundCounter
 from reprieve.vllm_plugin.rounds import WorkerRules
 from reprieve.vllm_plugin.selftest import ASKED, DRAFTED, OWN, certain_logits
 from reprieve.vllm_plugin.v2.processor import Chunk, RuleProcessor
@@ -168,7 +169,7 @@ def patch_rejection(processor: RuleProcessor) -> None:
             target_logits, draft_sampled = _refused(chunk, target_logits, draft_sampled)
         sampled, num_sampled = original(target_logits, draft_logits, draft_sampled, *rest, **more)
         with current[0].rules.guarded("counting failed"):
-            _note(current[0].rules, chunk, num_sampled, sampled.shape[-1])
+            _start_copy(current[0].rules.counter, chunk, num_sampled, sampled.shape[-1])
         return sampled, num_sampled
 
     rejection_sample.reprieve = current  # type: ignore[attr-defined]
@@ -185,7 +186,7 @@ def _refused(chunk: Chunk, target_logits: Tensor, draft_sampled: Tensor) -> tupl
     return target_logits, draft_sampled.masked_fill(refused, -1)
 
 
-def _note(rules: WorkerRules, chunk: Chunk, num_sampled: Tensor, width: int) -> None:
+def _start_copy(counter: RoundCounter, chunk: Chunk, num_sampled: Tensor, width: int) -> None:
     """Start copying the chunk's counts to the host, without waiting for the device."""
     ctx = chunk.context
     num, device = len(ctx.idx_mapping_np), num_sampled.device
@@ -195,7 +196,7 @@ def _note(rules: WorkerRules, chunk: Chunk, num_sampled: Tensor, width: int) -> 
     rows = indices[ctx.expanded_idx_mapping.long()]
     against[rows, ctx.expanded_local_pos.long()] = ~chunk.decisions.lossless
     num_accepted = num_sampled.long() - 1  # the last is vLLM's own token
-    rules.note(chunk.request_ids, chunk.labels, chunk.num_drafted, num_accepted, against)
+    counter.start_copy(chunk.request_ids, chunk.labels, chunk.num_drafted, num_accepted, against)
 
 
 def _require_known_draws(hooks: Hooks, size: int) -> None:
