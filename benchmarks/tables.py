@@ -116,7 +116,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Any], str], str]]] = {
     "accuracy_vs_allocation": ("against random allocation, points", lambda arm, name: _difference(arm[name], 100)),
     "tokens_per_round": ("tokens per round", _plain(2)),
     "acceptance_rate": ("accepted", _plain(0, 100, "%")),
-    "draft_share": ("drafted", _plain(0, 100, "%")),
+    "draft_share": ("drafted share", _plain(0, 100, "%")),
     "speedup_vs_target": ("speed over target", lambda arm, name: _with_interval(arm, name, 1, 2)),
     "speedup_vs_lossless": ("speed over lossless", lambda arm, name: _with_interval(arm, name, 1, 2)),
     "pruned_share": ("pruned", _plain(0, 100, "%")),

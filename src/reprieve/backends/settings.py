@@ -147,8 +147,8 @@ class EngineSettings:
     """Engine that generates the answers.
 
     Args:
-        engine: local; batched:parallel=64 (local, many answers at once; not for mining); vllm (started here,
-            with the plugin); openai:url=http://HOST:PORT (a running server); or ray:replicas=N. See
+        engine: local; batched:parallel=64 (local, many answers at once; bench, certify and monitor only); vllm
+            (started here, with the plugin); openai:url=http://HOST:PORT (a running server); or ray:replicas=N. See
             docs/guides/engines.md.
     """
 
