@@ -26,10 +26,11 @@ from arms import answer_params, flags_in_force, share_with_interval, write_json
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.cli.main import run_command
+from reprieve.concurrency import gather_all
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.engine.continuations import ContinuationDecoder, Session
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.mining.target import LocalTarget, ResponseFormat, gather_all
+from reprieve.mining.target import LocalTarget, ResponseFormat
 from reprieve.models.cached_model import eos_token_ids
 from reprieve.settings import (
     PairSettings,

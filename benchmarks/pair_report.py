@@ -28,6 +28,7 @@ from arms import run, whole
 from recipes.pair.wordings import SENTENCES
 from reprieve.bench.environment import Environment
 from reprieve.bundles import bundle_of
+from reprieve.concurrency import gather_all
 from reprieve.engine import Pair
 from reprieve.engine.continuations import ContinuationDecoder, Session
 from reprieve.errors import ReprieveError
@@ -36,7 +37,7 @@ from reprieve.mining.building import build
 from reprieve.mining.runner import mine_problems
 from reprieve.mining.settings import AutoJudgeMining
 from reprieve.mining.store import LabelStore, ProblemLabels
-from reprieve.mining.target import LocalTarget, ResponseFormat, gather_all
+from reprieve.mining.target import LocalTarget, ResponseFormat
 from reprieve.models.cached_model import eos_token_ids, forward_seconds
 from reprieve.models.stored import model_folder
 from reprieve.settings import PairSettings

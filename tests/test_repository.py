@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "reprieve"
 # A module may import only from its own entry of this list and from earlier ones.
 FLOORS = (
-    "errors", "display", "specs", "needs", "transfers", "types", "files", "stats",
+    "errors", "display", "specs", "needs", "transfers", "types", "files", "stats", "concurrency",
     "bundles", "settings", "identity",
     "rules", "heads", "policies", "models", "drafters", "engine", "tasks",
     "bench", "backends", "mining", "training", "certify", "vllm_plugin", "playground", "cli",

@@ -6,11 +6,12 @@ import asyncio
 
 import pytest
 
+from reprieve.concurrency import gather_all
 from reprieve.engine.continuations import ContinuationDecoder, Session
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.mining.runner import mine_problems
 from reprieve.mining.store import LabelStore
-from reprieve.mining.target import LocalTarget, gather_all
+from reprieve.mining.target import LocalTarget
 from reprieve.models.sampling import UniformDraw
 from reprieve.settings import SamplingParams
 from tests.kit.mining import problem

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from reprieve.backends.concurrency import iterate, require_arm_fits, results_of
 from reprieve.backends.settings import SERVED_DRAFT_TOKENS, BatchedSettings
 from reprieve.bench.answering import Answerer, reply_of
 from reprieve.bench.arms import Arm
 from reprieve.bench.engine import EngineFacts, Job, RunConfig
 from reprieve.bench.records import ProblemRecord, Reply
+from reprieve.concurrency import iterate, results_of
 from reprieve.drafters import DRAFTERS, EagleSettings
 from reprieve.engine import Pair, SamplingParams
 from reprieve.engine.batched import BatchedSpeculativeDecoder, Request, refusal
@@ -74,7 +74,7 @@ class BatchedEngine:
         for arm in arms:
             if reason := self.refusal(arm, config.drafter):
                 raise SpecError(f"{arm.label}: {reason}")
-            require_arm_fits(self, arm, config)
+            config.require_arm_fits(self, arm)
         groups = {arm.label: group_of(arm, config.drafter) for arm in arms}
         batches: dict[DecoderGroup, _Batch] = {}
 

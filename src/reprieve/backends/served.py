@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from reprieve.backends.client import Client, Completion
-from reprieve.backends.concurrency import iterate, require_arm_fits, results_of
 from reprieve.backends.deploying import PAIR, TARGET, Deployer, ServerPlan, fields_of
 from reprieve.backends.running import Running
 from reprieve.backends.settings import SERVED_DRAFT_TOKENS
@@ -17,6 +16,7 @@ from reprieve.bench.answering import Answerer
 from reprieve.bench.arms import Arm
 from reprieve.bench.engine import EngineFacts, Job, RunConfig
 from reprieve.bench.records import ProblemRecord, Reply
+from reprieve.concurrency import iterate, results_of
 from reprieve.drafters import DRAFTERS
 from reprieve.engine import SamplingParams
 from reprieve.errors import EngineError, ReprieveError, SpecError
@@ -112,7 +112,7 @@ class ServedEngine:
         self.expect(arms, config.drafter)
         by_label = {arm.label: arm for arm in arms}
         for arm in arms:
-            require_arm_fits(self, arm, config)
+            config.require_arm_fits(self, arm)
         plans = {arm.label: self._plans[self._plan(arm, config.drafter).key] for arm in arms}
         up = None if self._up is None else self._up[0].key
         needed = {plan.key: plan for plan in (plans[job.arm] for job in jobs)}

@@ -11,6 +11,7 @@ from reprieve.bench.records import ProblemRecord
 from reprieve.bench.settings import RunSettings
 from reprieve.errors import SpecError
 from reprieve.heads.certificates import Conditions
+from reprieve.heads.loading import require_heads_fit
 from reprieve.identity import EngineIdentity, PairIdentity
 from reprieve.settings import AUTO, NumDraftTokens
 from reprieve.tasks import Task, TaskProblem
@@ -128,6 +129,18 @@ class RunConfig(RunSettings, EngineIdentity):
             drafter_weights="+".join(engine.fingerprints(drafter).values()) or None,
             **self.engine_identity,
         )
+
+    def require_arm_fits(self, engine: Engine, arm: Arm) -> None:
+        """Check the heads of an arm's rule against the pair and the task.
+
+        Raises:
+            PairError: a head of another pair.
+        """
+        if arm.rule is not None and arm.rule.heads:
+            conditions = self.conditions(engine, arm)
+            drafter = conditions.drafter.partition(":")[0]
+            here = arm.unchecked(conditions)
+            require_heads_fit(arm.rule, conditions.pair, self.task, drafter=drafter, here=here)
 
 
 def _fingerprints(engine: Engine, arms: Sequence[Arm], drafter: str) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 
 from reprieve.bench.records import ProblemRecord, read_answers
 from reprieve.bench.settings import VerdictSettings
+from reprieve.concurrency import results_of
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.files import append_line, read_records, replace_file
 from reprieve.stats import grouped_interval
@@ -146,18 +147,14 @@ def judge_run(
             score=score,
         )
 
-    async def work(waiting: Iterator[ProblemRecord]) -> None:
-        for record in waiting:
-            verdict = await judge(record)
-            append_line(path, asdict(verdict), f"the {len(verdicts)} verdicts before it")
-            verdicts.append(verdict)
-            progress(len(verdicts), len(done) + len(todo))
+    async def judge_all() -> None:
+        async for finished in results_of(todo, judge, num_parallel=settings.num_in_flight):
+            for verdict in finished:
+                append_line(path, asdict(verdict), f"the {len(verdicts)} verdicts before it")
+                verdicts.append(verdict)
+                progress(len(verdicts), len(done) + len(todo))
 
-    async def work_all() -> None:
-        shared = iter(todo)
-        await asyncio.gather(*(work(shared) for _ in range(min(settings.num_in_flight, len(todo)))))
-
-    asyncio.run(work_all())
+    asyncio.run(judge_all())
     document = summarise_verdicts(verdicts, baseline)
     replace_file(folder / f"judged-{kind}.json", json.dumps(document, indent=2) + "\n")
     return document

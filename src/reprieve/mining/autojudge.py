@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from reprieve.concurrency import gather_all
 from reprieve.mining.draft import Draft
 from reprieve.mining.settings import AutoJudgeMining
 from reprieve.mining.store import MINED, NO_ANSWER, Mismatch, ProblemLabels
-from reprieve.mining.target import Continuations, ResponseFormat, Target, TokenizationError, gather_all
+from reprieve.mining.target import Continuations, ResponseFormat, Target, TokenizationError
 from reprieve.models.sampling import GumbelNoise
 from reprieve.tasks import TaskProblem
 from reprieve.tasks.base import grade

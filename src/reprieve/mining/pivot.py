@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
+from reprieve.concurrency import gather_all
 from reprieve.engine.batched import Request, VerifiedRound
 from reprieve.engine.batches import Stepper
 from reprieve.files import parse_json
 from reprieve.mining.settings import PivotMining
 from reprieve.mining.store import MINED, Mismatch, ProblemLabels
-from reprieve.mining.target import Continuations, ResponseFormat, Target, gather_all
+from reprieve.mining.target import Continuations, ResponseFormat, Target
 from reprieve.models.cached_model import CachedModel
 from reprieve.models.sampling import Draw, Sampler, UniformDraw
 from reprieve.rules import LosslessRule

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from reprieve.concurrency import gather_all
 from reprieve.engine.batches import Stepper
 from reprieve.engine.continuations import ContinuationDecoder, Session, TextRequest
 from reprieve.errors import ReprieveError, SpecError, require_choice
@@ -238,15 +238,3 @@ class ApiTarget(Target):
         if self._text([*prefix, *alone]) != prefix_text + new_text:
             raise TokenizationError("the target's response cannot be represented in the draft's tokens")
         return alone
-
-
-async def gather_all(texts: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results in order; the first failure cancels the rest."""
-    tasks = [asyncio.ensure_future(text) for text in texts]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

@@ -13,13 +13,14 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from reprieve.concurrency import gather_all
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.engine.batched import BatchedSpeculativeDecoder, Request, VerifiedRound
 from reprieve.engine.batches import Stepper
 from reprieve.mining.pivot import seeded_draw
 from reprieve.mining.settings import TraceMining
 from reprieve.mining.store import MINED, Mismatch, ProblemLabels, TracedRound
-from reprieve.mining.target import Continuations, ResponseFormat, Target, gather_all
+from reprieve.mining.target import Continuations, ResponseFormat, Target
 from reprieve.rules import LosslessRule
 from reprieve.tasks import TaskProblem
 from reprieve.tasks.chat import Chat, ask_until

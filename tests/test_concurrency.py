@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from reprieve.backends.concurrency import iterate, results_of
+from reprieve.concurrency import iterate, results_of
 from reprieve.engine.batches import Stepper, TextBatch
 
 

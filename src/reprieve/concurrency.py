@@ -1,4 +1,4 @@
-"""Common parts of the engines that answer many prompts at once."""
+"""Many coroutines at once."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
-
-from reprieve.bench.arms import Arm
-from reprieve.bench.engine import Engine, RunConfig
-from reprieve.heads.loading import require_heads_fit
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -73,14 +69,13 @@ def iterate(
         loop.run(close())
 
 
-def require_arm_fits(engine: Engine, arm: Arm, config: RunConfig) -> None:
-    """Check the heads of an arm's rule against the pair and the task of a run.
-
-    Raises:
-        PairError: a head of another pair.
-    """
-    if arm.rule is not None and arm.rule.heads:
-        conditions = config.conditions(engine, arm)
-        drafter = conditions.drafter.partition(":")[0]
-        here = arm.unchecked(conditions)
-        require_heads_fit(arm.rule, conditions.pair, config.task, drafter=drafter, here=here)
+async def gather_all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return all results in order; the first failure cancels the rest."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
