@@ -7,6 +7,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
 from functools import partial
 
 from reprieve.bench.answering import Answerer, reply_of
@@ -24,6 +25,31 @@ from reprieve.tasks.prompting import problems_of, prompt_ids_of, with_prompts
 
 _CHUNK = 4  # answers that a worker process makes before it returns them
 _COMPARED = 64  # prompts that show what all begin with
+
+
+@dataclass
+class _Run:
+    """The run in progress: the beginning that its prompts share, and a decoder for each arm."""
+
+    config: RunConfig
+    prefix: list[int]
+    decoders: dict[str, FoldedDecoder] = field(default_factory=dict)
+
+    async def decode(self, arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:
+        decoder = self.decoders[arm.label].outside(problem.problem_id)
+        return reply_of(arm, decoder.generate(prompt, params, timed=True))
+
+
+@dataclass
+class _Workers:
+    """Processes that know a run and some arms."""
+
+    config: RunConfig
+    labels: set[str]
+    pool: ProcessPoolExecutor
+
+    def know(self, config: RunConfig, arms: Sequence[Arm]) -> bool:
+        return self.config == config and {arm.label for arm in arms} <= self.labels
 
 
 class LocalEngine:
@@ -44,12 +70,9 @@ class LocalEngine:
         self.num_parallel = num_workers
         self.facts = EngineFacts(pair=pair.identity, dtype=pair.dtype, device=str(pair.device))
         self.num_positions = pair.num_positions
-        self._decoders: dict[str, FoldedDecoder] = {}
-        self._config: RunConfig | None = None
-        self._prefix: list[int] = []  # of the run's prompts
         self._arms: dict[str, Arm] = {}
-        self._pool: ProcessPoolExecutor | None = None
-        self._known: tuple[RunConfig, set[str]] | None = None  # of the pool
+        self._run: _Run | None = None
+        self._workers: _Workers | None = None
 
     def fingerprints(self, drafter: str) -> dict[str, str]:
         """See `Engine`."""
@@ -76,14 +99,14 @@ class LocalEngine:
         self, config: RunConfig, task: Task, arms: Sequence[Arm], problems: Sequence[TaskProblem], jobs: Sequence[Job]
     ) -> Iterator[ProblemRecord]:
         """See `Engine`. An arm that cannot be built fails here, not in every worker."""
-        if config != self._config:
-            self._config, self._decoders = config, {}
-            self._prefix = self._shared_prefix(problems)
+        if self._run is None or self._run.config != config:
+            self._run = _Run(config, self._shared_prefix(problems))
+        decoders = self._run.decoders
         by_label = {arm.label: arm for arm in arms}
-        answerer = Answerer(config, task, self.tokenizer, self._decode)
+        answerer = Answerer(config, task, self.tokenizer, self._run.decode)
         for label in dict.fromkeys(job.arm for job in jobs):
-            if label not in self._decoders:
-                self._decoders[label] = self._decoder(config, by_label[label])
+            if label not in decoders:
+                decoders[label] = self._decoder(self._run, by_label[label])
                 asyncio.run(answerer.warm_up(by_label[label], problems[0]))
         if self.num_parallel > 1:
             yield from self._answer_in_workers(config, arms, jobs)
@@ -94,9 +117,9 @@ class LocalEngine:
 
     def close(self) -> None:
         """End worker processes, each after the chunk that it works on."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = None
+        if self._workers is not None:
+            self._workers.pool.shutdown(wait=False, cancel_futures=True)
+            self._workers = None
 
     def _answer_in_workers(
         self, config: RunConfig, arms: Sequence[Arm], jobs: Sequence[Job]
@@ -106,7 +129,7 @@ class LocalEngine:
         Raises:
             EngineError: a worker died.
         """
-        pool = self._workers(config, arms)
+        pool = self._started(config, arms)
         waiting = [pool.submit(_answer, jobs[at : at + _CHUNK]) for at in range(0, len(jobs), _CHUNK)]
         try:
             for future in as_completed(waiting):
@@ -117,37 +140,32 @@ class LocalEngine:
             for future in waiting:
                 future.cancel()
 
-    def _workers(self, config: RunConfig, arms: Sequence[Arm]) -> ProcessPoolExecutor:
+    def _started(self, config: RunConfig, arms: Sequence[Arm]) -> ProcessPoolExecutor:
         """Return a pool of processes that know this run and these arms; start a new one if needed."""
         self.expect(arms, config.drafter)
-        known = self._known
-        if self._pool is None or known is None or known[0] != config or not {arm.label for arm in arms} <= known[1]:
+        if self._workers is None or not self._workers.know(config, arms):
             self.close()
-            self._known = config, set(self._arms)
-            self._pool = ProcessPoolExecutor(
+            pool = ProcessPoolExecutor(
                 self.num_parallel,
                 multiprocessing.get_context("spawn"),
                 initializer=_start,
                 initargs=(config, list(self._arms.values())),
             )
-        return self._pool
+            self._workers = _Workers(config, set(self._arms), pool)
+        return self._workers.pool
 
-    def _decoder(self, config: RunConfig, arm: Arm) -> FoldedDecoder:
+    def _decoder(self, run: _Run, arm: Arm) -> FoldedDecoder:
+        config = run.config
         conditions = config.conditions(self, arm)
         folded = arm.decoders(self.pair, drafter=config.drafter, task=config.task, conditions=conditions)
         for decoder in folded.decoders:
-            decoder.share_prefix(self._prefix)
+            decoder.share_prefix(run.prefix)
         return folded
 
     def _shared_prefix(self, problems: Sequence[TaskProblem]) -> list[int]:
         """Return the tokens with which the first problems' prompts begin, such as a system prompt and examples."""
         prompts = [prompt_ids_of(problem, self.tokenizer) for problem in problems[:_COMPARED]]
         return prompts[0][: shared_length(min(prompts), max(prompts))]
-
-    async def _decode(self, arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:
-        decoder = self._decoders[arm.label].outside(problem.problem_id)
-        generation = decoder.generate(prompt, params, timed=True)
-        return reply_of(arm, generation)
 
 
 _ANSWER: Callable[[Sequence[Job]], Iterator[ProblemRecord]] | None = None  # of a worker process
