@@ -106,11 +106,11 @@ def test_the_bundled_certificate_gives_the_certified_level(problems):
 
 
 def test_a_response_says_what_the_rule_did(problems):
-    before = rules_of(_capped()).num_rescued
+    before = rules_of(_capped()).counter.num_rescued
     output = generate(_capped(), problems[:1], params(reprieve_leniency="fast"))[0]
     summary = output.outputs[0].spec_decode_metrics.to_dict()
     assert summary["reprieve_rule"] == "judge@0.2"
-    assert summary["num_rescued_tokens"] == rules_of(_capped()).num_rescued - before > 0
+    assert summary["num_rescued_tokens"] == rules_of(_capped()).counter.num_rescued - before > 0
     strict = generate(_capped(), problems[:1], params(reprieve_rule="off"))[0].outputs[0].spec_decode_metrics.to_dict()
     assert (strict["num_rescued_tokens"], strict["reprieve_rule"]) == (0, "lossless")
 
