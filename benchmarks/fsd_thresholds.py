@@ -1,4 +1,7 @@
-"""FSD's threshold protocol (section 5.1 and appendix D): choose on a small run, measure on a larger one."""
+"""FSD's threshold protocol (section 5.1 and appendix D): choose on a small run, measure on a larger one.
+
+Writes `results.json`, and `choices.json` with what was chosen.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from reprieve.bench.runner import Run, Runner, run_arms
 from reprieve.bench.settings import RunSettings
 from reprieve.bench.summary import summarise
 from reprieve.cli import screen
-from reprieve.cli.command import Command
+from reprieve.cli.command import INTERRUPTED, Command
 from reprieve.cli.main import run_command
 from reprieve.cli.tables import show_results
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
@@ -227,7 +230,7 @@ class Thresholds(Command):
                 outcome = protocol.run(engine, task, self.out, announce=screen.say, progress=progress)
         if outcome is None:
             screen.warn("interrupted: run again to resume")
-            return 130
+            return INTERRUPTED
         results, choices = outcome
         results.write(self.out)
         replace_file(self.out / "choices.json", json.dumps(dataclasses.asdict(choices), indent=2) + "\n")

@@ -13,6 +13,10 @@ from pathlib import Path
 import pytest
 
 from reprieve.bench.arms import make_arms
+from reprieve.bench.engine import RunConfig
+from reprieve.bench.environment import Environment
+from reprieve.bench.records import ProblemRecord
+from reprieve.bench.results import Allocation, ArmResults, Results, ThroughputResults
 from reprieve.certify.procedure import Plan
 from reprieve.certify.settings import CertifySettings
 from reprieve.cli.flags import parse, parser_of
@@ -184,3 +188,11 @@ def test_the_docs_list_the_vllm_functions_that_the_plugin_wraps(runner):
     wrapped = [part.name for part in PARTS[runner] if part.use == WRAPPED]
     assert sorted(listed) == sorted(wrapped)
     assert f"{len(wrapped)} on {runner.upper()}" in text
+
+
+def test_the_results_page_names_every_field():
+    page = (ROOT / "docs" / "reference" / "results.md").read_text()
+    for record in (Results, RunConfig, ArmResults, ThroughputResults, Allocation, Environment, ProblemRecord):
+        for field in dataclasses.fields(record):
+            name = re.sub(r"_(ci95|p|range)$", "", field.name)
+            assert f"`{name}`" in page, f"{record.__name__}.{field.name}"

@@ -112,7 +112,7 @@ class Validated:
 
 
 class RolloutMaker:
-    """Tokenizer jobs in this process.
+    """Decodes jobs in this process.
 
     Raises:
         SpecError: a pair without a draft.
@@ -169,7 +169,7 @@ class RolloutMaker:
 
 
 class RolloutPool:
-    """Tokenizer jobs in several processes and keeps their order; a single worker runs in this process.
+    """Decodes jobs in several processes and keeps their order; a single worker runs in this process.
 
     Raises:
         SpecError: no workers.

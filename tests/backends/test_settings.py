@@ -77,7 +77,7 @@ def test_chunked_prefill_is_disabled_on_the_cpu(tmp_path, monkeypatch, has_gpu):
     assert ("--no-enable-chunked-prefill" in flags) is not has_gpu
 
 
-def test_the_vllm_command_line_follows_the_slot(tmp_path):
+def test_the_vllm_command_line_follows_the_plan(tmp_path):
     deployer = VllmDeployer(
         VllmSettings(max_model_len=512, arguments="--seed 3"), PairSettings(ARITHMETIC.name), "float32"
     )
@@ -135,7 +135,7 @@ def test_fly_is_refused_by_version_where_vllm_does_not_have_it(monkeypatch, inst
     assert reason == ("vLLM 0.32 has no fly, which came with 0.33" if refused else "")
 
 
-def test_slots_that_need_a_draft_are_refused_without_one():
+def test_plans_that_need_a_draft_are_refused_without_one():
     deployer = VllmDeployer(VllmSettings(), PairSettings("some/target"), "float32")
     assert deployer.refusal(ServerPlan(DRAFT), None) == "the pair has no draft"
     assert "name one with --draft" in deployer.refusal(ServerPlan(PAIR, 4, "draft"), None)

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from reprieve.backends.local import LocalEngine
+from reprieve.backends.local import LocalEngine, _Run
 from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
 from reprieve.bench.runner import Runner
@@ -26,7 +26,7 @@ def test_no_problem_is_decoded_by_a_head_trained_on_it(tmp_path, pair):
     engine = LocalEngine(pair)
     runner = Runner(RunConfig.of(engine, [arm], settings()), [arm], engine, ToyTask(), tmp_path / "run")
     for problem in runner.problems:
-        decoder = engine._decoder(runner.config, arm).outside(problem.problem_id)
+        decoder = engine._decoder(_Run(runner.config, []), arm).outside(problem.problem_id)
         head = dict(decoder.rule.heads)[str(fold_folder(tmp_path, 0).parent)]
         alone = random_head(size=32, seed=fold_of(problem.problem_id, 3), pair=pair.identity)
         assert torch.equal(head.tensors["weight"], alone.tensors["weight"])
@@ -42,4 +42,4 @@ def test_folded_heads_are_held_against_the_prompt_format_too(tmp_path, pair):
     engine = LocalEngine(pair)
     config = RunConfig.of(engine, [arm], settings())
     with pytest.warns(UserWarning, match="made with the chat template and is used with raw prompts"):
-        engine._decoder(config, arm)
+        engine._decoder(_Run(config, []), arm)

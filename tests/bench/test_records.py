@@ -123,3 +123,6 @@ def test_a_damaged_configuration_is_refused_by_name(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({"arms": 5}))
     with pytest.raises(ReprieveError, match="must hold arms as a list, got 5"):
         claim_run(tmp_path, {"arms": ["a"]}, extendable=("arms",))
+    (tmp_path / "run.json").write_text(json.dumps({"arms": [["b"]], "seed": 1}))
+    with pytest.raises(ReprieveError, match="with seed = 1 instead of None"):
+        claim_run(tmp_path, {"arms": ["a"]}, extendable=("arms",))

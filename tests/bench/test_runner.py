@@ -160,8 +160,12 @@ def test_an_interrupted_run_resumes_to_the_same_records(pair, tmp_path):
     assert summarise(first).num_problems == 1, "only problems every arm finished are compared"
     with (tmp_path / "cut" / "problems.jsonl").open("a") as file:
         file.write('{"arm": "half a li')  # left by a kill in the middle of a write
-    second = run_arms(config(arms, command="typed otherwise"), arms, LocalEngine(pair), ToyTask(), tmp_path / "cut")
-    assert second.complete
+    reported = []
+    again = config(arms, command="typed otherwise")
+    second = run_arms(
+        again, arms, LocalEngine(pair), ToyTask(), tmp_path / "cut", progress=lambda *counts: reported.append(counts)
+    )
+    assert second.complete and reported[0] == (11, len(whole.records)), "progress begins with what is there"
     assert without_times(second.records) == without_times(whole.records)
     third = run_arms(config(arms), arms, LocalEngine(pair), ToyTask(), tmp_path / "cut")
     assert len(third.records) == len(whole.records), "nothing is measured twice"

@@ -52,8 +52,15 @@ def test_a_judges_position_bias_cancels_out(pair, tmp_path):
     other = judge_run(tmp_path, problems, chat, replace(judging, baseline="random:rate=0.9"))
     assert {row["arm"] for row in other["arms"]} == {"target_only", "draft_only", "lossless"} and chat.num_asked > asked
     assert judge_run(tmp_path, problems, chat, judging) == document, "verdicts against another baseline do not count"
+    for change in ({"judge": "openai:model=another,url=u"}, {"num_votes": 2}):
+        asked = chat.num_asked
+        judge_run(tmp_path, problems, chat, replace(judging, **change))
+        assert chat.num_asked > asked, change
     graded = judge_run(tmp_path, problems, chat, replace(judging, grade=True))
     assert all(row["mean_grade"] == 8.0 for row in graded["arms"])
+    asked = chat.num_asked
+    again = judge_run(tmp_path, problems, chat, replace(judging, grade=True, baseline="target_only"))
+    assert again["arms"] == graded["arms"] and chat.num_asked == asked, "a grade has no baseline"
     with pytest.raises(SpecError, match="baseline"):
         judge_run(tmp_path, problems, chat, replace(judging, baseline="nothing"))
     with pytest.raises(ReprieveError, match=r"no answers in problems\.jsonl"):

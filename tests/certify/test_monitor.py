@@ -101,24 +101,29 @@ def test_watching_a_task_checks_every_answer(pair, tmp_path):
 
 
 class Interrupted:
-    """An engine that is interrupted after ten answers, while the checks of most of them wait."""
+    """An engine that is interrupted after some answers, while the checks of most of them wait."""
 
     num_parallel = 4
     facts = SimpleNamespace(engine="batched")
 
-    def __init__(self):
-        self.num_checked = 0
+    def __init__(self, num_answers=10):
+        self.num_answers = num_answers
+        self.num_checked = self.num_running = self.most_running = 0
         self._gate = threading.Event()
 
     def answer(self, config, task, arms, problems, jobs):
         for job in jobs:
             problem_id = problems[job.number].problem_id
             if arms[0].label == "lossless":
+                self.num_running += 1
+                self.most_running = max(self.most_running, self.num_running)
                 self._gate.wait(20)
                 time.sleep(0.05)
                 self.num_checked += 1
+                self.num_running -= 1
             yield a_record(arm=arms[0].label, problem_id=problem_id)
-            if job.number == 9 and arms[0].label != "lossless":
+            if job.number + 1 == self.num_answers and arms[0].label != "lossless":
+                time.sleep(0.2)  # for further checks to begin, if they may
                 self._gate.set()
                 raise KeyboardInterrupt
 
@@ -129,7 +134,26 @@ def test_an_interrupted_watch_drops_the_waiting_checks(pair):
     engine = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         watch(engine, config, ToyTask(), arms[-1], arms[2], share=1.0, max_drop=None)
-    assert engine.num_checked < 5, "one at a time in this process, and none after the interruption"
+    assert engine.most_running == 1, "one check at a time in this process"
+    assert engine.num_checked <= 2, "and none after the interruption"
+
+
+def test_an_interruption_of_the_last_checks_drops_those_that_wait(pair, monkeypatch):
+    arms = make_arms(["random:rate=0.9"], [4])
+    config = RunConfig.of(LocalEngine(pair), arms, settings(limit=15))
+    engine = Interrupted(num_answers=None)
+    engine._gate.set()
+    close = QualityMonitor.close
+
+    def interrupted(self, *, check_waiting=True):
+        if check_waiting:
+            raise KeyboardInterrupt
+        return close(self, check_waiting=False)
+
+    monkeypatch.setattr(QualityMonitor, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        watch(engine, config, ToyTask(), arms[-1], arms[2], share=1.0, max_drop=None)
+    assert engine.num_checked <= 3
 
 
 def test_without_references_a_changed_answer_counts_as_lost(pair):

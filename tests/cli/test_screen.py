@@ -1,5 +1,7 @@
 """Progress without a terminal."""
 
+import subprocess
+import sys
 import time
 
 from reprieve.cli import screen
@@ -27,3 +29,19 @@ def test_before_the_first_report_the_line_gives_no_total(monkeypatch, capsys):
         while "0 problems after" not in text and time.monotonic() < deadline:
             text += capsys.readouterr().err
     assert "0 problems after" in text
+
+
+def test_a_closed_stderr_ends_the_command_and_not_its_progress_alone():
+    code = (
+        "import time; from reprieve.cli import screen; screen._REPORT_SECONDS = 0.05\n"
+        "with screen.progress('bench', 'answers') as report:\n"
+        "    for _ in range(100):\n"
+        "        time.sleep(0.1)\n"
+        "        report(1, 5)\n"
+        "print('whole')\n"
+    )
+    running = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    running.stderr.close()
+    printed = running.stdout.read()
+    running.stdout.close()
+    assert running.wait() != 0 and b"whole" not in printed

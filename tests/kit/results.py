@@ -4,19 +4,21 @@ from typing import get_args, get_type_hints
 
 from reprieve.bench.engine import RunConfig
 from reprieve.bench.environment import Environment
-from reprieve.bench.results import ArmResults, Results, ThroughputResults
+from reprieve.bench.results import ArmResults, Pair, Results, ThroughputResults
 
 
 def arm_results(spec: str, **changes) -> ArmResults:
     """Return an arm of this label; what is not given is zero, empty or None."""
     values = {"spec": spec, "name": spec, "short": spec, **changes}
-    return ArmResults(**{name: _blank(hint) for name, hint in get_type_hints(ArmResults).items()} | values)
+    blank = {name: _blank(hint) for name, hint in get_type_hints(ArmResults).items()}
+    return ArmResults(**blank | {"tokens_vs_lossless": [0.0] * 3, "truncated_vs_lossless": [0.0] * 3} | values)
 
 
 def throughput_results(arm: str, **changes) -> ThroughputResults:
     """Return a row of speed under load; what is not given is zero, empty or None."""
     hints = get_type_hints(ThroughputResults)
-    return ThroughputResults(**{name: _blank(hint) for name, hint in hints.items()} | {"arm": arm, **changes})
+    values = {name: [0.0, 0.0] if hint == Pair else _blank(hint) for name, hint in hints.items()}
+    return ThroughputResults(**values | {"arm": arm, **changes})
 
 
 def results(arms: list[ArmResults], throughput: list[ThroughputResults]) -> Results:
@@ -26,7 +28,7 @@ def results(arms: list[ArmResults], throughput: list[ThroughputResults]) -> Resu
         num_draft_tokens=[4], arms=[arm.spec for arm in arms],
     )  # fmt: skip
     return Results(
-        config=config, environment=Environment.here(), num_workers=1, complete=True, graded=True, num_problems=1,
+        config=config, environment=Environment.here(), num_workers=1, complete=True, graded=False, num_problems=1,
         arms=arms, throughput=throughput,
     )  # fmt: skip
 

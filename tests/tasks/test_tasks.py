@@ -149,6 +149,10 @@ def test_one_file_of_gsm8k_is_divided_into_splits_that_share_no_problem(tmp_path
     prompt = task.problems("test", 1)[0].prompt
     shown = re.findall("Problem: (.*)", prompt)
     assert len(shown) == 9 and set(shown[:-1]) <= found["train"], "worked examples are training problems"
+    names = {p.question: p.problem_id for p in task.problems("test", 200)}
+    path.write_text(path.read_text().partition("\n")[2])  # the file without its first line
+    again = {p.question: p.problem_id for p in load_task(f"gsm8k:path={path}").problems("test", 200)}
+    assert again.items() <= names.items(), "a name belongs to a question"
 
 
 def test_gsm8k_validation_problems_come_from_the_training_file(tmp_path):

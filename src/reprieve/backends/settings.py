@@ -36,7 +36,7 @@ class BatchedSettings:
         require_whole("parallel", self.parallel, 1)
 
 
-IN_PROCESS = (LocalSettings.name, BatchedSettings.name)  # engines that run the models in this process
+IN_PROCESS = (LocalSettings.name, BatchedSettings.name)  # engines without a server
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ def _extended(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Extend a stored and a wanted configuration by each other, where that is allowed: equal unless they conflict.
 
-    The larger limit counts, lists and dictionaries of extendable settings are merged, and the stored command remains.
+    A wanted limit may be larger; lists and dictionaries of extendable settings are merged; the stored command remains.
 
     Raises:
         ReprieveError: an extendable setting is stored with another type.
@@ -149,5 +149,5 @@ def _extended(
         if isinstance(new, dict):
             extended[key], asked[key] = {**new, **old}, {**old, **new}
         else:
-            extended[key] = asked[key] = list(dict.fromkeys([*old, *new]))
+            extended[key] = asked[key] = [*old, *(item for item in new if item not in old)]
     return extended, asked

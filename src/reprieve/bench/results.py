@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,20 @@ _FILE = "results.json"
 
 Interval = list[float]  # [low, high], 95%
 Difference = list[float]  # [difference, low, high], 95%, over the same problems
+Pair = list[float]
+
+
+def _check_lengths(record: Any) -> None:
+    """Refuse intervals and differences of another length.
+
+    Raises:
+        ValueError: names the field.
+    """
+    lengths = {"Interval": 2, "Pair": 2, "Difference": 3}
+    for item in fields(record):
+        value, length = getattr(record, item.name), lengths.get(str(item.type).removesuffix(" | None"))
+        if length is not None and value is not None and len(value) != length:
+            raise ValueError(f"{item.name} must hold {length} numbers, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +93,9 @@ class ArmResults:
     seconds_per_solved: float | None
     seconds_by_part: dict[str, float]
 
+    def __post_init__(self) -> None:
+        _check_lengths(self)
+
 
 @dataclass(frozen=True)
 class Allocation:
@@ -99,13 +116,16 @@ class ThroughputResults:
     num_requests: int
     num_rescued: int
     tokens_per_second: float
-    tokens_per_second_range: list[float]
+    tokens_per_second_range: Pair
     tokens_per_step: float
     vs_lossless: float | None = None
     vs_lossless_ci95: Interval | None = None
-    first_s: list[float]
-    per_token_s: list[float]
-    pieces_s: list[float]
+    first_s: Pair
+    per_token_s: Pair
+    pieces_s: Pair
+
+    def __post_init__(self) -> None:
+        _check_lengths(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +148,15 @@ class Results:
     arms: list[ArmResults]
     random_allocation: list[Allocation] = field(default_factory=list)
     throughput: list[ThroughputResults] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.arms and self.num_problems < 1:
+            raise ValueError(f"num_problems must be at least 1, got {self.num_problems}")
+        for arm in self.arms:
+            if self.graded and None in (arm.accuracy, arm.accuracy_ci95, arm.accuracy_vs_lossless):
+                raise ValueError(f"arm {arm.spec!r} must have an accuracy, its interval and its difference")
+        if unknown := {row.arm for row in self.throughput} - {arm.spec for arm in self.arms}:
+            raise ValueError(f"throughput must be of the arms, got {', '.join(sorted(unknown))}")
 
     @property
     def draft_length(self) -> NumDraftTokens:
@@ -158,7 +187,9 @@ class Results:
             return None
         values = read_json(path, "the file")
         if not isinstance(values, dict) or values.get("schema") != SCHEMA:
-            raise ReprieveError(f"{str(path)!r} must be an object of schema {SCHEMA}")
+            raise ReprieveError(
+                f"{str(path)!r} must be an object of schema {SCHEMA}; the command that wrote an older one writes it again"
+            )
         try:
             results = record_from(cls, values, signed=True)
         except ValueError as error:

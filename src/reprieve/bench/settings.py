@@ -79,6 +79,11 @@ class VerdictSettings:
         """Kind of the verdicts: "grade" or "compare"."""
         return "grade" if self.grade else "compare"
 
+    @property
+    def compared_with(self) -> str:
+        """The baseline; empty for grades, which do not depend on one."""
+        return "" if self.grade else self.baseline
+
     def __post_init__(self) -> None:
         require_whole("votes", self.num_votes, 1)
         require_whole("in_flight", self.num_in_flight, 1)

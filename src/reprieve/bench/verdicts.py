@@ -39,7 +39,7 @@ class Verdict:
     trial: int
     kind: str  # "compare" or "grade"
     judge: str
-    baseline: str
+    baseline: str  # "" for a grade
     num_votes: int
     category: str
     votes: list[str]
@@ -51,7 +51,7 @@ class Verdict:
 
     def made_with(self, settings: VerdictSettings) -> bool:
         """Return whether these settings would give this verdict."""
-        asked = (settings.kind, settings.judge, settings.baseline, settings.num_votes)
+        asked = (settings.kind, settings.judge, settings.compared_with, settings.num_votes)
         return (self.kind, self.judge, self.baseline, self.num_votes) == asked
 
 
@@ -113,7 +113,10 @@ def judge_run(
     path = folder / "verdicts.jsonl"
     records, strict = _answers(folder, baseline)
     by_id = {problem.problem_id: problem for problem in problems}
-    read = read_records(path, Verdict, "verdict", repair=True, signed=True)
+    try:
+        read = list(read_records(path, Verdict, "verdict", repair=True, signed=True))
+    except ReprieveError as error:
+        raise ReprieveError(f"{error}; delete the file to judge every answer again") from None
     verdicts = [verdict for verdict in read if verdict.made_with(settings)]
     done = {verdict.key for verdict in verdicts}
     todo = [
@@ -140,7 +143,7 @@ def judge_run(
             trial=record.trial,
             kind=kind,
             judge=str(settings.judge),
-            baseline=baseline,
+            baseline=settings.compared_with,
             num_votes=num_votes,
             category=problem.category,
             votes=votes,

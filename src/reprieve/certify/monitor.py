@@ -136,12 +136,13 @@ class QualityMonitor:
             )
 
     def close(self, *, check_waiting: bool = True) -> MonitorStatus:
-        """Check or drop the waiting requests, stop, and return the final status."""
+        """Check or drop the waiting requests, stop, and return the final status; may be called again if interrupted."""
         with contextlib.suppress(queue.Empty):
             while not check_waiting:
                 self._num_skipped += self._waiting.get_nowait() is not None
-        for _ in self._threads:
-            self._waiting.put(None)
+        for thread in self._threads:
+            if thread.is_alive():
+                self._waiting.put(None)
         for thread in self._threads:
             thread.join()
         self._threads = []
@@ -234,8 +235,9 @@ def watch(
         return drop_of(task, served.problem, record.text, served.text)
 
     if engine.num_parallel > 1:  # answers come faster than checks: skip none
-        served = engine.facts.engine not in IN_PROCESS  # a server batches the checks, too
-        settings = {"max_waiting": len(problems), "num_parallel": engine.num_parallel if served else 1, **settings}
+        on_server = engine.facts.engine not in IN_PROCESS  # which batches the checks, too
+        num_parallel = engine.num_parallel if on_server else 1
+        settings = {"max_waiting": len(problems), "num_parallel": num_parallel, **settings}
     monitor = QualityMonitor(check, **settings)
     params = SamplingParams(max_new_tokens=task.max_new_tokens, stop=tuple(task.stop), **vars(config.sampling))
     errors = []
@@ -246,10 +248,10 @@ def watch(
             else:
                 monitor.observe(ServedAnswer(problems[number_of[record.problem_id]], params, record.text))
             on_answer(monitor.status)
-    except BaseException:
+        final = monitor.close()
+    except BaseException:  # also while the waiting checks run
         monitor.close(check_waiting=False)
         raise
-    final = monitor.close()
     if len(errors) == len(problems):
         raise ReprieveError(f"every problem failed; the first error: {errors[0]}")
     return final

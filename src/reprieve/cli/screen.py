@@ -109,6 +109,8 @@ def progress(title: str, unit: str = "") -> Iterator[Callable[[int, int], None]]
     bar.add_task("", total=None)
     [task] = bar.tasks
     started, ended = time.monotonic(), threading.Event()
+    shown: tuple[int, int] | None = None  # the last finished total
+    failures: list[BaseException] = []  # of the thread, such as a closed stderr
 
     def show() -> None:
         of = "" if task.total is None else f" of {task.total:.0f}"
@@ -116,12 +118,19 @@ def progress(title: str, unit: str = "") -> Iterator[Callable[[int, int], None]]
         terminal.print(f"{task.completed:.0f}{of} {unit or title} after {time.monotonic() - started:.0f} s{left}")
 
     def show_each_minute() -> None:
-        while not ended.wait(_REPORT_SECONDS):
-            show()
+        try:
+            while not ended.wait(_REPORT_SECONDS):
+                show()
+        except BaseException as error:
+            failures.append(error)
 
     def report(done: int, total: int) -> None:
+        nonlocal shown
+        if failures:
+            raise failures[0]
         bar.update(task.id, completed=done, total=total)
-        if not terminal.is_terminal and done == total:
+        if not terminal.is_terminal and done == total and shown != (done, total):
+            shown = done, total
             show()
 
     with bar:

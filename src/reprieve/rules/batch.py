@@ -35,8 +35,8 @@ class BatchRequest:
         rule: that rule at the request's own setting, or the lossless rule.
         num_drafted: number of the request's drafted tokens among the N.
         greedy: True if the request decodes greedily.
-        trusted: True if the drafted tokens come from the drafter, with all draft inputs that the rule reads. Other rows
-            are left to vLLM.
+        trusted: True if the drafted tokens come from the drafter, with all draft inputs that the rule reads. Other
+            requests are left to vLLM.
         budget: reduced in place by the risk of rescued tokens.
     """
 

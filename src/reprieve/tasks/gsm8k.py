@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,11 +54,13 @@ class Gsm8kTask(TableTask):
             raise SpecError(f"context must be in [0, 5000], got {self.context}")
 
     def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
+        rows = super().problems(split, limit, offset=offset)
+        names = [f"gsm8k-{split}-{number}" for number in range(offset, offset + len(rows))]
+        if self._divided:  # numbers would change with the file
+            names = [row.problem_id for row in rows]
         return [
-            TaskProblem(
-                f"gsm8k-{split}-{number}", self.wrap(row.question), _result(row.reference), question=row.question
-            )
-            for number, row in enumerate(super().problems(split, limit, offset=offset), start=offset)
+            TaskProblem(name, self.wrap(row.question), _result(row.reference), question=row.question)
+            for name, row in zip(names, rows, strict=True)
         ]
 
     def problem_of(self, row: dict[str, Any], where: str) -> TaskProblem:
@@ -72,7 +75,7 @@ class Gsm8kTask(TableTask):
     def wrap(self, question: str) -> str:
         worked = ""
         if self.shots:
-            others = [row for row in self._training_rows()[: self.shots + 1] if row.question != question]
+            others = [row for row in self._training_rows[: self.shots + 1] if row.question != question]
             for other in others[: self.shots]:
                 worked += f"Problem: {other.question}\nSolution: {_worked(other.reference)}\n\n"
         return f"{self._context(question)}{_INSTRUCTION}{worked}Problem: {question.strip()}\nSolution:"
@@ -81,20 +84,25 @@ class Gsm8kTask(TableTask):
         """Return other questions as distracting context."""
         if not self.context:
             return ""
-        others = [row.question for row in self._training_rows() if row.question != question]
+        others = [row.question for row in self._training_rows if row.question != question]
         if len(others) < self.context:
             raise SpecError(f"context must be at most the {len(others)} other training questions, got {self.context}")
         chosen = random.Random(question).sample(others, self.context)  # seeded by the text
         return "".join(f"Problem: {other.strip()}\n\n" for other in chosen)
 
+    @property
+    def _divided(self) -> bool:
+        """True for a single file, whose splits are shares of it."""
+        return bool(self.path) and "{split}" not in str(self.path)
+
+    @cached_property
     def _training_rows(self) -> list[TaskProblem]:
-        """Return the data's own training split; of a single file, its share for training."""
-        own, _ = self.portions()["train"]
-        return self.of_own_split(own) if own else super().problems("train", MAX_PROBLEMS)
+        """The data's own training split; of a single file, its share for training."""
+        return super().problems("train", MAX_PROBLEMS) if self._divided else self.of_own_split("train")
 
     def portions(self) -> dict[str, tuple[str, range]]:
         path = self.path or ""
-        if path and "{split}" not in path:
+        if self._divided:
             return super().portions()
         if path and Path(path.replace("{split}", "validation")).is_file():
             return {split: (split, ALL) for split in ("train", "validation", "test")}
