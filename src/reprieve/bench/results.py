@@ -188,7 +188,7 @@ class Results:
         values = read_json(path, "the file")
         if not isinstance(values, dict) or values.get("schema") != SCHEMA:
             raise ReprieveError(
-                f"{str(path)!r} must be an object of schema {SCHEMA}; the command that wrote an older one writes it again"
+                f"{str(path)!r} must be an object of schema {SCHEMA}; if it is older, run its command again"
             )
         try:
             results = record_from(cls, values, signed=True)
