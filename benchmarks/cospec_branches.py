@@ -87,7 +87,7 @@ def require_branches(rule: Rule, *, sampled: bool) -> None:
     traits = rule.traits
     if rule.threshold == -math.inf:
         raise SpecError(f"--rule must let something pass that lossless decoding rejects, got {rule.spec!r}")
-    if traits.replaces or traits.risk_budget is not None or traits.max_rescues_per_block is not None:
+    if traits.replaces or rule.limits is not None:
         raise SpecError(f"--rule must decide each mismatch by its risk alone, {rule.spec!r} does not")
     if sampled and traits.check != "exact":
         raise SpecError(

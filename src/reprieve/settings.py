@@ -220,7 +220,7 @@ class SamplingParams(SamplingSettings):
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
                 got = f"one of {len(text)}" if isinstance(text, str) else repr(text)
                 raise SpecError(f"stop must hold texts of 1 to {MAX_STOP_LENGTH} characters, got {got}")
-        if self.truncation is not None and not self.truncation.traits.truncates:
+        if self.truncation is not None and not self.truncation.truncates:
             raise SpecError(
                 f"truncation takes a rule that judges by the target's distribution alone, got {self.truncation.name}"
             )

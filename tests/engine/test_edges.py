@@ -118,7 +118,7 @@ def test_a_draft_with_another_vocabulary_width_changes_nothing(target):
 
 
 def test_a_rule_with_limits_may_only_come_first_in_a_conjunction():
-    assert parse_rule("asd&top_k").traits.risk_budget == 4.0
+    assert parse_rule("asd&top_k").limits.budget == 4.0
     for spec in ("top_k&asd", "top_k|asd", "asd|top_k"):
         with pytest.raises(SpecError, match="limits of its own"):
             parse_rule(spec)

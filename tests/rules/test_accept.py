@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from reprieve.rules import RiskBudget, Traits, accept, parse_rule
+from reprieve.rules import RiskBudget, accept, parse_rule
 from reprieve.rules.lossless import GreedyCheck, block_verification
 from reprieve.rules.top_k import TopKRule
 from reprieve.types import ROOT, Block, Evidence, Provenance
@@ -15,7 +15,7 @@ M, R = Provenance.MATCHED, Provenance.RESCUED
 
 
 class InTurn(TopKRule):
-    own_traits = Traits(rescues_in_turn=True)
+    rescues_in_turn = True
 
 
 def walk(spec, probs, tokens, parents=None, budget=None):

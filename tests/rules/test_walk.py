@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reprieve.rules import RiskBudget, Rule, Traits, accept
+from reprieve.rules.base import Limits
 from reprieve.rules.lossless import BlockCheck, GreedyCheck, SampledCheck
 from reprieve.types import ROOT, Block, Evidence, Provenance
 
 VOCAB_SIZE = 4
-RESCUES = Traits()
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,21 @@ class GivenRisks(Rule):
 
     risks: tuple[float, ...] = ()
     limit: float = 0.5
-    kind: Traits = RESCUES
+    replaces: bool = False
+    in_turn: bool = False
+    most: Limits | None = None
 
     @property
     def traits(self):
-        return self.kind
+        return Traits(replaces=self.replaces)
+
+    @property
+    def limits(self):
+        return self.most
+
+    @property
+    def rescues_in_turn(self):
+        return self.in_turn
 
     @property
     def threshold(self):
@@ -87,7 +97,7 @@ def naive(rule, block, passes, lossless):
         if rule.traits.replaces:
             chosen = least
             kind = Provenance.MATCHED if chosen is not None and lossless[chosen] else Provenance.RESCUED
-        elif rule.traits.rescues_in_turn:
+        elif rule.rescues_in_turn:
             chosen = next((n for n in children if passes[n] or n in within), None)
             kind = Provenance.MATCHED if chosen is not None and passes[chosen] else Provenance.RESCUED
         else:
@@ -102,15 +112,15 @@ def naive(rule, block, passes, lossless):
         place = chosen
 
 
-kinds_of_rule = st.sampled_from([RESCUES, Traits(rescues_in_turn=True), Traits(replaces=True)])
+kinds_of_rule = st.sampled_from([{}, {"in_turn": True}, {"replaces": True}])
 limits = st.sampled_from([-math.inf, 0.0, 0.25, 0.5, math.inf])
 
 
 @settings(max_examples=600)
 @given(trees(), kinds_of_rule, limits, st.booleans())
-def test_the_walk_equals_the_naive_one(tree, traits, limit, greedy):
+def test_the_walk_equals_the_naive_one(tree, kind, limit, greedy):
     block, scores, risks, uniforms = tree
-    rule = GivenRisks(risks, limit, traits)
+    rule = GivenRisks(risks, limit, **kind)
     rows = block.parent_rows
     check = (
         GreedyCheck(scores, block.token_ids, rows)
@@ -169,7 +179,7 @@ def test_a_looser_limit_accepts_no_less_of_a_chain(tree, greedy):
 @given(trees(), st.integers(0, 2), st.sampled_from([0.3, 0.8, 10.0]))
 def test_limits_hold_in_every_block(tree, most, allowance):
     block, scores, risks, _ = tree
-    rule = GivenRisks(risks, math.inf, Traits(max_rescues_per_block=most, risk_budget=allowance))
+    rule = GivenRisks(risks, math.inf, most=Limits(most, allowance))
     budget = RiskBudget.of(rule)
     check = GreedyCheck(scores, block.token_ids, block.parent_rows)
     outcome, _ = outcome_of(rule, block, check, greedy=True, budget=budget)

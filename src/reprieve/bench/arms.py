@@ -221,7 +221,7 @@ def make_arm(spec: str | Rule, k: NumDraftTokens, *, suffixed: bool = False, tar
         raise SpecError(f"{name.partition(':')[0]}: arms have no K and no drafter to set, got {spec!r}")
     if name.startswith(DIRECT):
         truncation = parse_rule(name.removeprefix(DIRECT))
-        if not truncation.traits.truncates:
+        if not truncation.truncates:
             raise SpecError(
                 f"direct: takes a rule that judges by the target's distribution alone, got {truncation.name}"
             )

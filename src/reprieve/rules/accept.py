@@ -27,7 +27,8 @@ class RiskBudget:
     @classmethod
     def of(cls, rule: Rule) -> RiskBudget:
         """Return the rule's budget for a whole answer."""
-        return cls(math.inf if rule.traits.risk_budget is None else rule.traits.risk_budget)
+        budget = None if rule.limits is None else rule.limits.budget
+        return cls(math.inf if budget is None else budget)
 
     def on(self, device: torch.device) -> Tensor:
         """Return the remaining budget on the device: [], float64."""
@@ -80,11 +81,11 @@ class _Walk:
 
     def __init__(self, rule: Rule, block: Block, evidence: Evidence, checked: Checked, budget: RiskBudget) -> None:
         self.replaces = rule.traits.replaces
-        self.in_turn = rule.traits.rescues_in_turn
-        self.relaxed = rule.traits.relaxes_target and not evidence.greedy
+        self.in_turn = rule.rescues_in_turn
+        self.relaxed = rule.relaxes_target and not evidence.greedy
         self.limit = rule.threshold
         self.budget = budget
-        most = rule.traits.max_rescues_per_block
+        most = None if rule.limits is None else rule.limits.per_block
         self.rescues_left = math.inf if most is None else most
         has_risk = block.num_tokens > 0 and self.limit > -math.inf
         risk = bounded_risk(rule, evidence) if has_risk else torch.empty(0, device=block.token_ids.device)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from reprieve.errors import require_counts, require_range
-from reprieve.rules.base import Dial, Rule, Traits, register_rule
+from reprieve.rules.base import Dial, Limits, Rule, register_rule
 from reprieve.rules.margin import margin_risk
 from reprieve.types import Evidence
 
@@ -50,9 +50,9 @@ class AsdRule(Rule):
         return self.budget
 
     @property
-    def traits(self) -> Traits:
+    def limits(self) -> Limits | None:
         budget = None if math.isinf(self.budget) else self.budget
-        return Traits(max_rescues_per_block=self.per_block, risk_budget=budget)
+        return None if self.per_block is None and budget is None else Limits(self.per_block, budget)
 
     def risk(self, evidence: Evidence) -> Tensor:
         """Logit of the target's best token minus the drafted token's, nats."""

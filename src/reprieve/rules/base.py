@@ -35,7 +35,7 @@ class Dial:
 
 @dataclass(frozen=True)
 class Traits:
-    """Inputs and limits of a rule, read by the engine before it computes risks.
+    """Inputs of a rule and how it relates to the lossless check, read by the engine before it computes risks.
 
     Args:
         needs: inputs besides the tokens and the target's logits.
@@ -44,13 +44,8 @@ class Traits:
         draft_layers: the same for the draft.
         check: the lossless check it is built on: `token`, `block` or `exact` (see `LosslessRule`).
         replaces: it ignores the lossless check and accepts exactly where risk <= threshold.
-        relaxes_target: when sampling, tokens are verified against `relaxed_target_probs` instead of the target's.
         reads_text: `bind` needs a tokenizer that knows the tokens' text.
         beyond_truncation: it may accept tokens that top-k or top-p cut off.
-        rescues_in_turn: each sibling of a tree is rescued before the next one is tried.
-        truncates: it accepts the likeliest tokens, by the target's distribution alone.
-        max_rescues_per_block: most rescues in one round; None for no limit.
-        risk_budget: largest summed risk of rescued tokens in one answer; None for no limit.
     """
 
     needs: frozenset[Need] = frozenset()
@@ -58,13 +53,8 @@ class Traits:
     draft_layers: tuple[int, ...] = ()
     check: str = "token"
     replaces: bool = False
-    relaxes_target: bool = False
     reads_text: bool = False
     beyond_truncation: bool = False
-    rescues_in_turn: bool = False
-    truncates: bool = False
-    max_rescues_per_block: int | None = None
-    risk_budget: float | None = None
 
     def __post_init__(self) -> None:
         if not self.target_layers and {Need.NODE_HIDDEN, Need.PARENT_HIDDEN} & self.needs:
@@ -72,10 +62,18 @@ class Traits:
         if not self.draft_layers and Need.DRAFT_HIDDEN in self.needs:
             object.__setattr__(self, "draft_layers", (-1,))
 
-    @property
-    def limited(self) -> bool:
-        """True if the rule limits the number or the summed risk of its rescues."""
-        return self.max_rescues_per_block is not None or self.risk_budget is not None
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits on a rule's rescues; None for no limit.
+
+    Args:
+        per_block: most rescues in one round.
+        budget: largest summed risk of the rescued tokens in one answer.
+    """
+
+    per_block: int | None = None
+    budget: float | None = None
 
 
 @dataclass(frozen=True)
@@ -92,12 +90,28 @@ class Rule(ABC):
     name: ClassVar[str]
     own_dial: ClassVar[Dial | None] = None
     own_traits: ClassVar[Traits] = Traits()
+    truncates: ClassVar[bool] = False  # accepts the likeliest tokens, by the target's distribution alone
     origin: ClassVar[str] = ""  # paper and section, or the software that ships it
 
     @property
     def traits(self) -> Traits:
-        """Inputs and limits of this rule."""
+        """Inputs of this rule."""
         return self.own_traits
+
+    @property
+    def limits(self) -> Limits | None:
+        """Limits on the rescues; None for a rule that decides each token by its risk alone."""
+        return None
+
+    @property
+    def rescues_in_turn(self) -> bool:
+        """True if each sibling of a tree is rescued before the next one is tried."""
+        return False
+
+    @property
+    def relaxes_target(self) -> bool:
+        """True if sampled tokens are verified against `relaxed_target_probs` instead of the target's."""
+        return False
 
     @property
     def dial(self) -> Dial | None:

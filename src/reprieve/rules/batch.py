@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from reprieve.rules import LosslessRule, RiskBudget, Rule
-from reprieve.rules.base import bounded_risk, passes
+from reprieve.rules.base import Limits, bounded_risk, passes
 from reprieve.rules.lossless import GreedyCheck, LosslessCheck, SampledCheck
 from reprieve.transfers import spread
 from reprieve.types import ROOT, Evidence, RuleInputs
@@ -173,13 +173,13 @@ def decide_together(
             decisions.refuse |= selected & ~passed
             continue
         rescued = selected & passed & ~lossless & real
-        if rule.traits.limited:
-            rescued = _within_limits(rule, rescued, lossless & real, risk, budgets, batch)
+        if rule.limits is not None:
+            rescued = _within_limits(rule.limits, rescued, lossless & real, risk, budgets, batch)
         decisions.accept |= rescued
 
 
 def _within_limits(
-    rule: Rule, rescued: Tensor, lossless: Tensor, risk: Tensor, budgets: Sequence[RiskBudget], batch: Batch
+    limits: Limits, rescued: Tensor, lossless: Tensor, risk: Tensor, budgets: Sequence[RiskBudget], batch: Batch
 ) -> Tensor:
     """Return the rescues that the limits per block and per answer allow, [N], and charge their risk to the budgets.
 
@@ -196,8 +196,8 @@ def _within_limits(
     cost = by_block(torch.where(rescued, risk.double().clamp_min(0.0), 0.0))
     left = torch.stack([budget.on(device) for budget in budgets])
     allowed = cost.cumsum(-1) <= left.unsqueeze(-1)
-    if rule.traits.max_rescues_per_block is not None:
-        allowed &= by_block(rescued).cumsum(-1) <= rule.traits.max_rescues_per_block
+    if limits.per_block is not None:
+        allowed &= by_block(rescued).cumsum(-1) <= limits.per_block
     allowed &= by_block(rescued)
     path = (allowed | by_block(lossless)).cumprod(-1)
     spent = (cost * allowed * path).sum(-1)

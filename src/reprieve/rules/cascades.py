@@ -47,6 +47,7 @@ class CascadeRule(Rule):
     """
 
     name = "cascade"
+    own_traits = Traits(needs=frozenset({Need.DRAFT_PROBS}))
     own_dial = Dial("alpha", strictest=-math.inf, stops=(-1.0, -0.5, -0.2, 0.0, 0.2, 0.5, 0.8, 1.0))
     origin = "speculative cascades, Narasimhan et al. 2405.19261"
 
@@ -59,8 +60,8 @@ class CascadeRule(Rule):
             raise SpecError("alpha must be in [-inf, inf], got nan")
 
     @property
-    def traits(self) -> Traits:
-        return Traits(needs=frozenset({Need.DRAFT_PROBS}), relaxes_target=self.kind == "tok")
+    def relaxes_target(self) -> bool:
+        return self.kind == "tok"
 
     def risk(self, evidence: Evidence) -> Tensor:
         """Return the smallest alpha that accepts the token, [...]."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from reprieve.errors import SpecError, require_choice, require_whole
 from reprieve.needs import Need
-from reprieve.rules.base import RULES, Dial, Rule, Traits, accepts, passes
+from reprieve.rules.base import RULES, Dial, Limits, Rule, Traits, accepts, passes
 from reprieve.rules.lossless import LosslessRule
 from reprieve.rules.spans import MODEL_SPANS, model_markers, span_is_open
 from reprieve.specs import construct, format_value, parse_spec, split
@@ -46,6 +46,14 @@ class Wrapper(Rule):
     @property
     def leniency(self) -> float:
         return self.parts[0].leniency
+
+    @property
+    def limits(self) -> Limits | None:
+        return self.parts[0].limits
+
+    @property
+    def rescues_in_turn(self) -> bool:
+        return any(rule.rescues_in_turn for rule in self.parts)
 
     @property
     def heads(self) -> tuple[tuple[str, Any], ...]:
@@ -74,7 +82,7 @@ def require_rescuing(rule: Rule, where: str) -> None:
     Raises:
         SpecError: names the rule and the composition.
     """
-    if rule.traits.replaces or rule.traits.relaxes_target or isinstance(rule, LosslessRule):
+    if rule.traits.replaces or rule.relaxes_target or isinstance(rule, LosslessRule):
         raise SpecError(f"{where} takes rules that rescue rejected tokens, got {rule.spec!r}")
 
 
@@ -91,12 +99,12 @@ class _Composite(Wrapper):
             require_rescuing(rule, self.name)
             if isinstance(rule, AnyOf) or (isinstance(rule, AllOf) and isinstance(self, AllOf)):
                 raise SpecError(f"{self.name} cannot hold {rule.name}; write it out as a&b|a&c")
-            if rule.traits.limited and (index > 0 or isinstance(self, AnyOf)):
+            if rule.limits is not None and (index > 0 or isinstance(self, AnyOf)):
                 raise SpecError(f"{rule.spec!r} has limits of its own: it can only be the first rule of an all_of")
 
     @property
     def traits(self) -> Traits:
-        """All parts' inputs, with the limits of the first part: others have none."""
+        """All parts' inputs."""
         parts = [rule.traits for rule in self.rules]
         return dataclasses.replace(
             parts[0],
@@ -106,8 +114,6 @@ class _Composite(Wrapper):
             check=next((part.check for part in parts if part.check != "token"), "token"),
             reads_text=any(part.reads_text for part in parts),
             beyond_truncation=all(part.beyond_truncation for part in parts),
-            rescues_in_turn=any(part.rescues_in_turn for part in parts),
-            truncates=False,
         )
 
     @property
@@ -223,7 +229,7 @@ class InsideSpan(_Restricted):
         """Traits of the inner rule, which also needs the text before the block."""
         inside = self.rule.traits
         needs = inside.needs | {Need.CONTEXT}
-        return dataclasses.replace(inside, needs=needs, reads_text=True, truncates=False)
+        return dataclasses.replace(inside, needs=needs, reads_text=True)
 
     def bind(self, tokenizer: Tokenizer) -> Self:
         """Encode the markers and bind the inner rule.
@@ -270,7 +276,7 @@ class StrictFirst(_Restricted):
     def traits(self) -> Traits:
         """Traits of the inner rule, which also needs the positions in the answer."""
         inside = self.rule.traits
-        return dataclasses.replace(inside, needs=inside.needs | {Need.ANSWER_POSITIONS}, truncates=False)
+        return dataclasses.replace(inside, needs=inside.needs | {Need.ANSWER_POSITIONS})
 
     @property
     def restriction(self) -> dict[str, Any]:

@@ -81,7 +81,11 @@ class LtsRule(HeadRule):
 
     @property
     def traits(self) -> Traits:
-        return Traits(needs=frozenset({Need.EMBEDDINGS}), rescues_in_turn=self.siblings == "in_turn")
+        return Traits(needs=frozenset({Need.EMBEDDINGS}))
+
+    @property
+    def rescues_in_turn(self) -> bool:
+        return self.siblings == "in_turn"
 
     @property
     def threshold(self) -> float:

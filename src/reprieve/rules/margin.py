@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import require_choice, require_counts, require_range
-from reprieve.rules.base import Dial, Rule, Traits, register_rule
+from reprieve.rules.base import Dial, Rule, register_rule
 from reprieve.rules.distributions import token_rank
 from reprieve.types import Evidence, gather_token
 
@@ -51,7 +51,7 @@ class MarginRule(Rule):
 
     name = "margin"
     own_dial = Dial("delta", strictest=0.0, stops=(0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0))
-    own_traits = Traits(truncates=True)
+    truncates = True
     origin = "shipped by TensorRT-LLM (relaxed thinking); MARS's top-2 gap"
 
     delta: float = 1.0
@@ -89,7 +89,7 @@ class RatioRule(Rule):
 
     name = "ratio"
     own_dial = Dial("ratio", strictest=1.0, stops=(1.0, 0.8, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01))
-    own_traits = Traits(truncates=True)
+    truncates = True
     origin = "vLLM pull requests 22238, 43184, 45229 (not merged)"
 
     ratio: float = 0.5
@@ -120,7 +120,7 @@ class FloorRule(Rule):
 
     name = "floor"
     own_dial = Dial("min_prob", strictest=1.0, stops=(1.0, 0.5, 0.3, 0.1, 0.05, 0.01, 0.001, 0.0001))
-    own_traits = Traits(truncates=True)
+    truncates = True
     origin = "shipped by SGLang (single-token threshold); PAD's floor of 1e-4"
 
     min_prob: float = 1e-4

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from reprieve.errors import require_counts
-from reprieve.rules.base import Dial, Rule, Traits, register_rule
+from reprieve.rules.base import Dial, Rule, register_rule
 from reprieve.rules.distributions import token_rank
 from reprieve.types import Evidence
 
@@ -22,7 +22,7 @@ class TopKRule(Rule):
 
     name = "top_k"
     own_dial = Dial("k", strictest=1, stops=(1, 2, 3, 4, 6, 8, 16, 32, 64))
-    own_traits = Traits(truncates=True)
+    truncates = True
     origin = "baseline of Judge Decoding 2501.19309 and AutoJudge 2504.20039 (section 4.1)"
 
     k: int = 2

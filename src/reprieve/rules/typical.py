@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from reprieve.errors import SpecError, require_range
-from reprieve.rules.base import Dial, Rule, Traits, register_rule
+from reprieve.rules.base import Dial, Rule, register_rule
 from reprieve.rules.distributions import entropy
 from reprieve.types import Evidence
 
@@ -28,7 +28,7 @@ class TypicalRule(Rule):
 
     name = "typical"
     own_dial = Dial("slack", strictest=-math.inf, stops=(-3.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0))
-    own_traits = Traits(truncates=True)
+    truncates = True
     origin = "Medusa 2401.10774"
 
     epsilon: float = 0.09
