@@ -15,7 +15,7 @@ OVERLAY := $(if $(RELEASE),$(CURDIR)/runs/vllm-$(RELEASE))
 # Trains EAGLE-3 heads; its dependencies (torchvision, torchaudio) are not needed here.
 EAGLE := speculators hs-connectors loguru
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
-REAL := real-gsm8k-brief-vllm real-judge real-humaneval real-length real-styles real-styles-shared real-provable
+REAL := real-gsm8k-brief-vllm real-judge real-humaneval real-length real-styles real-styles-shared real-provable real-mismatches
 REAL_GPU := real-gsm8k-brief real-gsm8k-plain real-certify real-humaneval-gpu real-pad real-state-arbiter real-eagle-brief real-arc-trees real-batch-speed
 CODE := src tests benchmarks recipes examples
 
