@@ -59,6 +59,25 @@ def test_failed_and_skipped_checks_are_counted_and_never_block_serving():
     assert final.num_failed + final.num_skipped == 10 and final.num_skipped >= 7 and final.num_checked == 0
 
 
+def test_a_monitor_closes_whichever_thread_ends_first():
+    gate = threading.Event()
+    monitor = QualityMonitor(lambda _: float(not gate.wait(20)), share=1.0, num_parallel=4)
+    monitor.observe(served())
+    put = monitor._waiting.put
+
+    def slowly(item):
+        put(item)
+        time.sleep(0.05)  # for an idle thread to take it and end
+
+    monitor._waiting.put = slowly
+    closing = threading.Thread(target=monitor.close, daemon=True)
+    closing.start()
+    time.sleep(0.5)
+    gate.set()
+    closing.join(20)
+    assert not closing.is_alive()
+
+
 def test_checks_run_in_parallel_and_count_in_request_order():
     all_wait, together, others = threading.Event(), threading.Barrier(3, timeout=10), threading.Event()
 

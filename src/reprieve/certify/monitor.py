@@ -140,9 +140,8 @@ class QualityMonitor:
         with contextlib.suppress(queue.Empty):
             while not check_waiting:
                 self._num_skipped += self._waiting.get_nowait() is not None
-        for thread in self._threads:
-            if thread.is_alive():
-                self._waiting.put(None)
+        for _ in [thread for thread in self._threads if thread.is_alive()]:
+            self._waiting.put(None)  # one each, whoever takes it
         for thread in self._threads:
             thread.join()
         self._threads = []
