@@ -62,7 +62,7 @@ def main() -> None:
             for index, name in enumerate(NAMES[:-1])]  # fmt: skip
     rows.append(row(NAMES[-1], found))
     head = ["position", "mismatches", "both sides end equally, %", "the target's ends better, %", "the draft's, %"]
-    note = f"{len(problems)} problems; brackets are 95% intervals, from resampling problems."
+    note = f"{len(problems)} problems; brackets are 95% intervals over problems."
     write_parts(options.out / "mismatches.json", {"mismatches": part(head, rows, note)})
 
 

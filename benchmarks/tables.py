@@ -30,6 +30,7 @@ import yaml
 
 from reprieve.errors import ReprieveError
 from reprieve.files import read_json, replace_file
+from reprieve.settings import common_length
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -344,8 +345,7 @@ def trimmed(document: Mapping[str, Any]) -> dict[str, Any]:
         return dict(document)
     if "config" in document:  # of `reprieve bench`: one level is enough here
         config = document["config"]
-        lengths = config["num_draft_tokens"]
-        length = lengths[0] if len(lengths) == 1 else "by arm"
+        length = common_length(config["num_draft_tokens"])
         document = {**config, **document["environment"], **document, "num_draft_tokens": length}
     shown = [*COLUMNS, *(f"{name}_ci95" for name in COLUMNS), "tokens_vs_lossless"]
     fields = [*shown, "num_draft_tokens", "num_problems", "num_failed"]

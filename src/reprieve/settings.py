@@ -7,7 +7,7 @@ No module with settings imports torch, so that `--help` answers at once. Setting
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral
 from typing import Any
@@ -38,6 +38,11 @@ def require_draft_tokens(value: NumDraftTokens) -> None:
             f"num_draft_tokens must be a whole number in [1, {MAX_DRAFT_TOKENS}], 'auto', or 'auto:path=FOLDER', got "
             f"{value!r}"
         )
+
+
+def common_length(lengths: Sequence[NumDraftTokens]) -> NumDraftTokens:
+    """Return the draft length of several arms; "by arm" if they differ."""
+    return lengths[0] if len(lengths) == 1 else "by arm"
 
 
 def length_head_path(value: NumDraftTokens) -> str:

@@ -4,7 +4,7 @@ from typing import get_args, get_type_hints
 
 from reprieve.bench.engine import RunConfig
 from reprieve.bench.environment import Environment
-from reprieve.bench.results import ArmResults, Pair, Results, ThroughputResults
+from reprieve.bench.results import ArmResults, Bounds, Results, ThroughputResults
 
 
 def arm_results(spec: str, **changes) -> ArmResults:
@@ -17,7 +17,7 @@ def arm_results(spec: str, **changes) -> ArmResults:
 def throughput_results(arm: str, **changes) -> ThroughputResults:
     """Return a row of speed under load; what is not given is zero, empty or None."""
     hints = get_type_hints(ThroughputResults)
-    values = {name: [0.0, 0.0] if hint == Pair else _blank(hint) for name, hint in hints.items()}
+    values = {name: [0.0, 0.0] if hint == Bounds else _blank(hint) for name, hint in hints.items()}
     return ThroughputResults(**values | {"arm": arm, **changes})
 
 

@@ -12,14 +12,14 @@ from reprieve.bench.engine import RunConfig
 from reprieve.bench.environment import Environment
 from reprieve.errors import ReprieveError
 from reprieve.files import read_json, record_from, replace_file
-from reprieve.settings import NumDraftTokens
+from reprieve.settings import NumDraftTokens, common_length
 
 SCHEMA = 2
 _FILE = "results.json"
 
 Interval = list[float]  # [low, high], 95%
 Difference = list[float]  # [difference, low, high], 95%, over the same problems
-Pair = list[float]
+Bounds = list[float]  # [lower, upper], such as two quantiles
 
 
 def _check_lengths(record: Any) -> None:
@@ -28,7 +28,7 @@ def _check_lengths(record: Any) -> None:
     Raises:
         ValueError: names the field.
     """
-    lengths = {"Interval": 2, "Pair": 2, "Difference": 3}
+    lengths = {"Interval": 2, "Bounds": 2, "Difference": 3}
     for item in fields(record):
         value, length = getattr(record, item.name), lengths.get(str(item.type).removesuffix(" | None"))
         if length is not None and value is not None and len(value) != length:
@@ -116,13 +116,13 @@ class ThroughputResults:
     num_requests: int
     num_rescued: int
     tokens_per_second: float
-    tokens_per_second_range: Pair
+    tokens_per_second_range: Bounds
     tokens_per_step: float
     vs_lossless: float | None = None
     vs_lossless_ci95: Interval | None = None
-    first_s: Pair
-    per_token_s: Pair
-    pieces_s: Pair
+    first_s: Bounds
+    per_token_s: Bounds
+    pieces_s: Bounds
 
     def __post_init__(self) -> None:
         _check_lengths(self)
@@ -161,8 +161,7 @@ class Results:
     @property
     def draft_length(self) -> NumDraftTokens:
         """K; "by arm" if arms differ."""
-        lengths = self.config.num_draft_tokens
-        return lengths[0] if len(lengths) == 1 else "by arm"
+        return common_length(self.config.num_draft_tokens)
 
     @property
     def num_answers(self) -> int:

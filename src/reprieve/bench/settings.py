@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from reprieve.errors import SpecError, require_whole
 from reprieve.settings import (
@@ -80,9 +81,10 @@ class VerdictSettings:
         return "grade" if self.grade else "compare"
 
     @property
-    def compared_with(self) -> str:
-        """The baseline; empty for grades, which do not depend on one."""
-        return "" if self.grade else self.baseline
+    def recorded(self) -> dict[str, Any]:
+        """The part of these settings that each verdict records; a grade does not depend on a baseline."""
+        baseline = "" if self.grade else self.baseline
+        return {"kind": self.kind, "judge": str(self.judge), "baseline": baseline, "num_votes": self.num_votes}
 
     def __post_init__(self) -> None:
         require_whole("votes", self.num_votes, 1)

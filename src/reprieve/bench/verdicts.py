@@ -51,8 +51,7 @@ class Verdict:
 
     def made_with(self, settings: VerdictSettings) -> bool:
         """Return whether these settings would give this verdict."""
-        asked = (settings.kind, settings.judge, settings.compared_with, settings.num_votes)
-        return (self.kind, self.judge, self.baseline, self.num_votes) == asked
+        return all(getattr(self, name) == value for name, value in settings.recorded.items())
 
 
 async def compare_answers(
@@ -109,7 +108,7 @@ def judge_run(
         SpecError: no such baseline among the arms.
         ReprieveError: the folder holds no run, or the judge cannot be asked.
     """
-    baseline, num_votes, kind = settings.baseline, settings.num_votes, settings.kind
+    baseline, num_votes = settings.baseline, settings.num_votes
     path = folder / "verdicts.jsonl"
     records, strict = _answers(folder, baseline)
     by_id = {problem.problem_id: problem for problem in problems}
@@ -141,10 +140,7 @@ def judge_run(
             arm=record.arm,
             problem_id=record.problem_id,
             trial=record.trial,
-            kind=kind,
-            judge=str(settings.judge),
-            baseline=settings.compared_with,
-            num_votes=num_votes,
+            **settings.recorded,
             category=problem.category,
             votes=votes,
             score=score,
@@ -159,7 +155,7 @@ def judge_run(
 
     asyncio.run(judge_all())
     document = summarise_verdicts(verdicts, baseline)
-    replace_file(folder / f"judged-{kind}.json", json.dumps(document, indent=2) + "\n")
+    replace_file(folder / f"judged-{settings.kind}.json", json.dumps(document, indent=2) + "\n")
     return document
 
 

@@ -122,30 +122,30 @@ class TokenSettings:
     kinds: tuple[bool, ...]  # distinct values of `greedy` among the rule's requests, on the host
 
     @classmethod
-    def of(cls, name: str, rows: Sequence[BatchRequest], device: torch.device) -> TokenSettings:
+    def of(cls, name: str, requests: Sequence[BatchRequest], device: torch.device) -> TokenSettings:
         """From the batch's requests."""
-        mine = [row.name == name and not row.strict for row in rows]
-        limits = [row.rule.threshold if own else -math.inf for row, own in zip(rows, mine, strict=True)]
+        mine = [request.name == name and not request.strict for request in requests]
+        limits = [request.rule.threshold if own else -math.inf for request, own in zip(requests, mine, strict=True)]
 
         def flat(values: Sequence[Any], dtype: torch.dtype) -> Tensor:
-            each = [value for value, row in zip(values, rows, strict=True) for _ in range(row.num_drafted)]
+            each = [value for value, request in zip(values, requests, strict=True) for _ in range(request.num_drafted)]
             return spread(each, dtype, device)
 
         return cls(
             limits=flat(limits, torch.float64),
             relaxed=flat(mine, torch.bool),
-            greedy=flat([row.greedy for row in rows], torch.bool),
-            kinds=tuple({row.greedy for row, own in zip(rows, mine, strict=True) if own and row.num_drafted}),
+            greedy=flat([request.greedy for request in requests], torch.bool),
+            kinds=tuple({one.greedy for one, own in zip(requests, mine, strict=True) if own and one.num_drafted}),
         )
 
 
-def decide(rows: Sequence[BatchRequest], batch: Batch) -> Decisions:
+def decide(requests: Sequence[BatchRequest], batch: Batch) -> Decisions:
     """Apply each request's rule at its own setting; a rule runs once for greedy and once for sampled requests."""
     decisions = Decisions.none(batch)
-    rules = {row.name: row.rule for row in rows if not row.strict}
+    rules = {request.name: request.rule for request in requests if not request.strict}
     for name, rule in rules.items():
-        settings = TokenSettings.of(name, rows, batch.token_ids.device)
-        decide_together(rule, settings, [row.budget for row in rows], batch, decisions)
+        settings = TokenSettings.of(name, requests, batch.token_ids.device)
+        decide_together(rule, settings, [request.budget for request in requests], batch, decisions)
     return decisions
 
 
