@@ -105,7 +105,9 @@ def test_own_texts_come_from_the_target_and_survive_a_kill(pair, tmp_path):
     whole = write_own_texts(path, pair, problems, params=params, mixed=True)
     lines = path.read_text().splitlines()
     path.write_text("\n".join(lines[:3]) + "\n" + lines[3][:20])
-    assert write_own_texts(path, pair, problems, params=params, mixed=True) == whole
+    seen = []
+    again = write_own_texts(path, pair, problems, params=params, mixed=True, progress=lambda *at: seen.append(at))
+    assert again == whole and seen[0] == (3, 6)
     plain = SpeculativeDecoder(pair.cached_target(), None, pair.tokenizer)
     for place in (0, 2, 4):  # every second one is greedy
         made = plain.generate(problems[place].prompt, SamplingParams(max_new_tokens=24))

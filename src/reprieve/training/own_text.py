@@ -69,6 +69,7 @@ def write_own_texts(
         progress(len(texts), len(prompts))
 
     path.parent.mkdir(parents=True, exist_ok=True)
+    progress(len(texts), len(prompts))
     for index, (problem_id, prompt_ids) in enumerate(prompts.items()):
         if problem_id not in texts:
             greedy = params.greedy or (mixed and index % 2 == 0)
