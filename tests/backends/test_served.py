@@ -125,12 +125,14 @@ def test_a_draft_temperature_is_refused_on_servers(bundled_pair, task, tmp_path)
 @pytest.mark.slow
 def test_speed_under_load_is_measured_in_turns_and_resumes(bundled_pair, task, tmp_path):
     arms = arms_of(*ARMS[:1])
-    speed = SpeedSettings(concurrency=(1, 2), turns=2, num_requests=3)
+    speed = SpeedSettings(concurrency=(1, 3), turns=2, num_requests=3)
     with PairServer(bundled_pair, RULES) as server:
-        engine = engine_of(server)
+        engine = engine_of(server, parallel=1)  # of the answers; the measurement sends more at once
         config = RunConfig.of(engine, arms, SETTINGS)
         run = run_arms(config, arms, engine, task, tmp_path)
+        assert server.most_waiting == 1
         rows = measure_throughput(engine, config, task, arms, speed, tmp_path)
+        assert server.most_waiting > 1
         again = measure_throughput(engine, config, task, arms, speed, tmp_path)
         kept = (tmp_path / FILE).read_text().splitlines()
         (tmp_path / FILE).write_text("\n".join(kept[:-1]) + "\n")

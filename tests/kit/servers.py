@@ -29,6 +29,7 @@ class PairServer:
         self.requests = []
         self.dies_after = dies_after
         self.lock = threading.Lock()
+        self.waiting, self.most_waiting = set(), 0  # threads whose request is not yet decoded
         self._decoders = {}
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"owner": self}))
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -63,7 +64,10 @@ class PairServer:
             top_k=max(0, asked["top_k"]), stop=tuple(asked.get("stop") or ()),
         )  # fmt: skip
         rule = STRICT if self.menu is None else self.menu.choose(asked.get("vllm_xargs")).rule
+        self.waiting.add(threading.get_ident())
+        self.most_waiting = max(self.most_waiting, len(self.waiting))
         with self.lock:
+            self.waiting.remove(threading.get_ident())
             decoder = self._decoders.setdefault(rule.spec, self.pair.decoder(rule, num_draft_tokens=self.k))
             return [
                 decoder.generate(

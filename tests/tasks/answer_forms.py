@@ -34,6 +34,7 @@ LLAMA = [
     ("The final answer is 18 dollars.", ["18"], ["1"]),
     ("The final answer is 18 dollars and 50 cents.", ["18.50"], ["18", "50"]),
     ("The final answer is -5 dollars and 50 cents.", ["-5.50"], ["-4.50", "5.50"]),
+    ("The final answer is -0 dollars and 50 cents.", ["-0.50"], ["0.50"]),
     ("The final answer is 1,234.", ["1234"], ["1", "234"]),
     ("The final answer is 1,234,567.", ["1234567"], ["1234"]),
     ("The final answer is **72** clips.", ["72"], ["7"]),

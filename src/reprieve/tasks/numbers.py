@@ -109,7 +109,7 @@ def _first_number(text: str) -> Number | None:
         return None
     rest, value = text[match.end() :], _value(match)
     if value is not None and (cents := _CENTS.match(rest)):
-        return Number(value + Fraction(int(cents[1]), -100 if value < 0 else 100))
+        return Number(value + Fraction(int(cents[1]), -100 if _negative(match) else 100))
     return None if value is None or _GOES_ON.match(rest) else Number(value, bool(match["percent"]))
 
 
@@ -197,4 +197,8 @@ def _value(match: re.Match[str]) -> Fraction | None:
         return None
     if match["times"]:
         value *= _MAGNITUDES[match["times"].strip().lower()]
-    return -value if "-" in (match["sign"], match["sign_behind"]) else value
+    return -value if _negative(match) else value
+
+
+def _negative(match: re.Match[str]) -> bool:
+    return "-" in (match["sign"], match["sign_behind"])
