@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from reprieve.backends.local import PairEngine
 from reprieve.backends.settings import SERVED_DRAFT_TOKENS, BatchedSettings
 from reprieve.bench.answering import Answerer, reply_of
 from reprieve.bench.arms import Arm
-from reprieve.bench.engine import EngineFacts, Job, RunConfig
+from reprieve.bench.engine import Job, RunConfig
 from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.concurrency import iterate, results_of
 from reprieve.drafters import DRAFTERS, EagleSettings
@@ -19,37 +20,25 @@ from reprieve.engine.batches import Stepper
 from reprieve.engine.text import token_ids_of
 from reprieve.errors import SpecError
 from reprieve.rules import LosslessRule, Rule
-from reprieve.settings import NumDraftTokens
 from reprieve.tasks import Task, TaskProblem
 from reprieve.types import Generation
 
 
-class BatchedEngine:
-    """See `Engine`. All arms with one K share a batch; each model alone has its own."""
+class BatchedEngine(PairEngine):
+    """Decodes many answers at once. All arms with one K share a batch; each model alone has its own."""
+
+    kind = "batched"
 
     def __init__(self, pair: Pair, settings: BatchedSettings) -> None:
-        self.pair = pair
-        self.tokenizer = pair.tokenizer
-        self.num_parallel = settings.parallel
-        self.facts = EngineFacts(pair=pair.identity, dtype=pair.dtype, device=str(pair.device), engine="batched")
-        self.num_positions = pair.num_positions
-
-    def fingerprints(self, drafter: str) -> dict[str, str]:
-        """See `Engine`."""
-        return DRAFTERS.make(drafter).fingerprints(self.pair)
-
-    def draft_tokens(self, arm: Arm, drafter: str) -> NumDraftTokens:
-        """See `Engine`."""
-        return arm.num_draft_tokens
+        super().__init__(pair, settings.parallel)
 
     def refusal(self, arm: Arm, drafter: str) -> str:
-        """See `Engine`."""
-        if arm.vllm:
-            return f"{arm.label} is vLLM's own method: use --engine vllm"
+        if reason := super().refusal(arm, drafter):
+            return reason
         if arm.truncation is not None or arm.folded:
             return f"{'a head trained out of fold' if arm.folded else 'direct:'} needs --engine local"
         if arm.rule is None:
-            return "the pair has no draft" if arm.alone == "draft" and self.pair.draft is None else ""
+            return ""
         if isinstance(arm.num_draft_tokens, str):
             k = arm.num_draft_tokens
             return f"engine batched needs a number of draft tokens, such as @K={SERVED_DRAFT_TOKENS}, got {k}"
@@ -63,13 +52,9 @@ class BatchedEngine:
             return f"engine batched needs the drafter draft or eagle3, got {settings.name}; use --engine local"
         return refusal(arm.rule, eagle=isinstance(settings, EagleSettings))
 
-    def expect(self, arms: Sequence[Arm], drafter: str) -> None:
-        """See `Engine`; nothing to prepare."""
-
     def answer(
         self, config: RunConfig, task: Task, arms: Sequence[Arm], problems: Sequence[TaskProblem], jobs: Sequence[Job]
     ) -> Iterator[ProblemRecord]:
-        """See `Engine`."""
         by_label = {arm.label: arm for arm in arms}
         for arm in arms:
             if reason := self.refusal(arm, config.drafter):
@@ -94,9 +79,6 @@ class BatchedEngine:
         with asyncio.Runner() as loop:  # each batch queues what has no row yet, so all arms stay on the same problems
             results = results_of(jobs, answer, num_parallel=self.num_parallel * len(batches))
             yield from iterate(loop, results)
-
-    def close(self) -> None:
-        """See `Engine`; nothing was started."""
 
 
 class DecoderGroup(NamedTuple):

@@ -12,7 +12,7 @@ from functools import partial
 
 from reprieve.bench.answering import Answerer, reply_of
 from reprieve.bench.arms import Arm
-from reprieve.bench.engine import EngineFacts, Job, RunConfig
+from reprieve.bench.engine import Engine, EngineFacts, Job, RunConfig
 from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.drafters import DRAFTERS
 from reprieve.engine import FoldedDecoder, Pair, SamplingParams, load_pair
@@ -52,8 +52,33 @@ class _Workers:
         return self.config == config and {arm.label for arm in arms} <= self.labels
 
 
-class LocalEngine:
-    """See `Engine`.
+class PairEngine(Engine):
+    """Engine that decodes with a pair which is loaded here."""
+
+    kind: str
+
+    def __init__(self, pair: Pair, num_parallel: int) -> None:
+        self.pair = pair
+        self.tokenizer = pair.tokenizer
+        self.num_parallel = num_parallel
+        self.num_positions = pair.num_positions
+
+    @property
+    def facts(self) -> EngineFacts:
+        pair = self.pair
+        return EngineFacts(pair=pair.identity, dtype=pair.dtype, device=str(pair.device), engine=self.kind)
+
+    def fingerprints(self, drafter: str) -> dict[str, str]:
+        return DRAFTERS.make(drafter).fingerprints(self.pair)
+
+    def refusal(self, arm: Arm, drafter: str) -> str:
+        if arm.vllm:
+            return f"{arm.label} is vLLM's own method: use --engine vllm"
+        return "the pair has no draft" if arm.alone == "draft" and self.pair.draft is None else ""
+
+
+class LocalEngine(PairEngine):
+    """Decodes one answer at a time, in this process or in several.
 
     Args:
         num_workers: number of processes that answer in parallel. Do not time with more than one: processes slow each
@@ -63,36 +88,22 @@ class LocalEngine:
         SpecError: `num_workers` outside 1 to 1,024.
     """
 
+    kind = "local"
+
     def __init__(self, pair: Pair, *, num_workers: int = 1) -> None:
         require_whole("workers", num_workers, 1, 1024)
-        self.pair = pair
-        self.tokenizer = pair.tokenizer
-        self.num_parallel = num_workers
-        self.facts = EngineFacts(pair=pair.identity, dtype=pair.dtype, device=str(pair.device))
-        self.num_positions = pair.num_positions
+        super().__init__(pair, num_workers)
         self._arms: dict[str, Arm] = {}
         self._run: _Run | None = None
         self._workers: _Workers | None = None
 
-    def fingerprints(self, drafter: str) -> dict[str, str]:
-        """See `Engine`."""
-        return DRAFTERS.make(drafter).fingerprints(self.pair)
-
     def draft_tokens(self, arm: Arm, drafter: str) -> NumDraftTokens:
-        """See `Engine`."""
         if arm.rule is None:
             return arm.num_draft_tokens
         head = self.pair.select_length_head(arm.num_draft_tokens, arm.rule, DRAFTERS.make(arm.drafter or drafter))
         return arm.num_draft_tokens if head is None else head.certified()
 
-    def refusal(self, arm: Arm, drafter: str) -> str:
-        """See `Engine`."""
-        if arm.vllm:
-            return f"{arm.label} is vLLM's own method: use --engine vllm"
-        return "the pair has no draft" if arm.alone == "draft" and self.pair.draft is None else ""
-
     def expect(self, arms: Sequence[Arm], drafter: str) -> None:
-        """See `Engine`."""
         self._arms |= {arm.label: arm for arm in arms}
 
     def answer(

@@ -14,7 +14,7 @@ from reprieve.backends.running import Running
 from reprieve.backends.settings import SERVED_DRAFT_TOKENS
 from reprieve.bench.answering import Answerer
 from reprieve.bench.arms import Arm
-from reprieve.bench.engine import EngineFacts, Job, RunConfig
+from reprieve.bench.engine import Engine, EngineFacts, Job, RunConfig
 from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.concurrency import iterate, results_of
 from reprieve.drafters import DRAFTERS
@@ -22,15 +22,17 @@ from reprieve.engine import SamplingParams
 from reprieve.errors import EngineError, ReprieveError, SpecError
 from reprieve.heads.files import find_head
 from reprieve.identity import PairIdentity, digest
-from reprieve.settings import NumDraftTokens, wrapped_seed
+from reprieve.settings import wrapped_seed
 from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.prompting import prompt_of
 
 _FEW = 2  # tokens of an answer for which nothing may have been drafted
 
 
-class ServedEngine:
-    """See `Engine`. One server is up at a time; arms with another K or drafter, or with one model alone, get their own.
+class ServedEngine(Engine):
+    """Sends requests to servers, one of which is up at a time.
+
+    Arms with another K or drafter, or with one model alone, get their own.
 
     Args:
         deployer: starts servers, or knows running ones.
@@ -69,7 +71,6 @@ class ServedEngine:
         )
 
     def fingerprints(self, drafter: str) -> dict[str, str]:
-        """See `Engine`."""
         settings: Any = DRAFTERS.make(drafter)
         if settings.name != "eagle3":
             return {}
@@ -81,12 +82,7 @@ class ServedEngine:
             self._drafter_weights[source] = digest(b"".join(file.read_bytes() for file in files))
         return {source: self._drafter_weights[source]}
 
-    def draft_tokens(self, arm: Arm, drafter: str) -> NumDraftTokens:
-        """See `Engine`."""
-        return arm.num_draft_tokens
-
     def refusal(self, arm: Arm, drafter: str) -> str:
-        """See `Engine`."""
         if arm.truncation is not None:
             return "a server does not sample from a rule's truncation; use --engine local"
         if arm.vllm and self.deployer.settings.name != "vllm":
@@ -98,7 +94,6 @@ class ServedEngine:
         return self.deployer.refusal(self._plan(arm, drafter), arm.rule)
 
     def expect(self, arms: Sequence[Arm], drafter: str) -> None:
-        """See `Engine`."""
         for arm in arms:
             plan = self._plan(arm, drafter)
             self._plans.setdefault(plan.key, plan).add(arm.rule)
@@ -106,7 +101,6 @@ class ServedEngine:
     def answer(
         self, config: RunConfig, task: Task, arms: Sequence[Arm], problems: Sequence[TaskProblem], jobs: Sequence[Job]
     ) -> Iterator[ProblemRecord]:
-        """See `Engine`."""
         if config.sampling.draft_temperature is not None:
             raise SpecError("draft_temperature cannot be set on a server: it drafts at the request's own temperature")
         self.expect(arms, config.drafter)

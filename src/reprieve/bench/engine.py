@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from reprieve.bench.arms import Arm
 from reprieve.bench.records import ProblemRecord
@@ -34,7 +35,7 @@ class Job:
     trial: int
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """Engine that answers a run's problems. Callers do not depend on its kind."""
 
     tokenizer: Any
@@ -42,26 +43,27 @@ class Engine(Protocol):
     num_positions: int | None  # tokens of a text that it can read, as far as is known
 
     @property
+    @abstractmethod
     def facts(self) -> EngineFacts:
         """Kind, version and device of this engine."""
-        ...
 
+    @abstractmethod
     def fingerprints(self, drafter: str) -> dict[str, str]:
         """Fingerprints of a drafter's own weights, by name."""
-        ...
 
     def draft_tokens(self, arm: Arm, drafter: str) -> NumDraftTokens:
         """Draft length of an arm, as certificates record it: K, `auto`, or `auto:` and a head."""
-        ...
+        return arm.num_draft_tokens
 
+    @abstractmethod
     def refusal(self, arm: Arm, drafter: str) -> str:
         """Return the reason why the engine cannot run this arm; empty if it can."""
-        ...
 
     def expect(self, arms: Sequence[Arm], drafter: str) -> None:
         """Prepare for these arms, in addition to those of earlier calls."""
-        ...
+        return
 
+    @abstractmethod
     def answer(
         self, config: RunConfig, task: Task, arms: Sequence[Arm], problems: Sequence[TaskProblem], jobs: Sequence[Job]
     ) -> Iterator[ProblemRecord]:
@@ -71,11 +73,10 @@ class Engine(Protocol):
             PairError: a head made for another pair.
             ReprieveError: a process or server died.
         """
-        ...
 
     def close(self) -> None:
         """End what it started."""
-        ...
+        return
 
 
 @dataclass(frozen=True, kw_only=True)

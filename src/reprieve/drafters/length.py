@@ -148,7 +148,6 @@ class AcceptanceRates:
         self._memory = memory
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
-        """See `RoundLength`."""
         if not num_drafted:
             return
         for position in range(len(self._judged)):

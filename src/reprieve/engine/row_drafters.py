@@ -123,11 +123,9 @@ class DraftModelRows(RowDrafter):
         self.keeps_logits = keeps_logits
 
     def read_prompts(self, unread: Sequence[Unread]) -> None:
-        """See `RowDrafter`."""
         self.model.prefill(unread)
 
     def propose(self, texts: Sequence[RowText], recent: Tensor, lengths: Tensor, longest: int) -> RowBlock:
-        """See `RowDrafter`."""
         chain = [recent[:, 1:]]
         kept: list[Tensor] = []
         states: dict[int, list[Tensor]] = {layer: [] for layer in self.model.hidden_layers}
@@ -191,7 +189,6 @@ class EagleRows(RowDrafter):
         self._states = torch.zeros(shape, dtype=weight.dtype, device=self.device)  # before each new token of a row
 
     def observe_prompts(self, texts: Sequence[Unread], hidden: HiddenStates) -> None:
-        """See `RowDrafter`."""
         states = self.head.fuse(hidden)
         rows = spread([text.row for text in texts], torch.long, self.device)
         last = spread([len(text.token_ids) - 1 for text in texts], torch.long, self.device)
@@ -203,21 +200,17 @@ class EagleRows(RowDrafter):
             self._read(to_device(torch.tensor(padded), self.device), states[:, :-1], positions, size, rows)
 
     def copy_row(self, source: int, to: int) -> None:
-        """See `RowDrafter`."""
         super().copy_row(source, to)
         self._states[to] = self._states[source]
 
     def observe_block(self, hidden: HiddenStates) -> None:
-        """See `RowDrafter`."""
         states = self.head.fuse(hidden)
         self._states[: len(states)] = states
 
     def can_draft(self, token_ids: Sequence[int]) -> bool:
-        """See `RowDrafter`."""
         return len(token_ids) > 1
 
     def propose(self, texts: Sequence[RowText], recent: Tensor, lengths: Tensor, longest: int) -> RowBlock:
-        """See `RowDrafter`."""
         counts = [text.num_new for text in texts]
         size = max(counts)
         padded = [text.token_ids[-text.num_new :] + [0] * (size - text.num_new) for text in texts]

@@ -94,7 +94,6 @@ class DraftReader(Draft):
     async def mismatches(
         self, prompt_ids: list[int], response_ids: list[int], start: int = 0
     ) -> AsyncIterator[tuple[int, int]]:
-        """See `Draft.mismatches`."""
         for first in range(start, len(response_ids), _AHEAD):
             known = response_ids[: first + _AHEAD]
             for position, token in _differing(known, self.predict(prompt_ids, known), first):
@@ -151,7 +150,6 @@ class BatchedDraft(Draft):
     async def mismatches(
         self, prompt_ids: list[int], response_ids: list[int], start: int = 0
     ) -> AsyncIterator[tuple[int, int]]:
-        """See `Draft.mismatches`."""
         for position, token in _differing(response_ids, await self.predict(prompt_ids, response_ids), start):
             yield position, token
 

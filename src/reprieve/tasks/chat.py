@@ -42,7 +42,6 @@ class OpenAIChat:
         self._client = openai_client(url)
 
     async def ask(self, prompt: str, *, attempt: int = 0) -> str:
-        """See `Chat`."""
         reply = await self._client.chat.completions.create(
             model=self.model,
             messages=[{"role": "user", "content": prompt}],
