@@ -129,7 +129,7 @@ def audit(
     return Audit(label, len(problems), num_correct, Swaps.join(parts), np.concatenate(swapped), np.concatenate(rescued))
 
 
-_ACTIVE = 10  # the paper's K
+_ACTIVE = 10  # the paper gives no number
 
 
 @dataclass(frozen=True)

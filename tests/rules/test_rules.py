@@ -136,6 +136,16 @@ def test_strictest_equals_lossless_and_accepted_sets_nest(spec, ladder, greedy):
         assert before.sum() > case.lossless_accepts.sum(), "the loosest threshold must rescue something"
 
 
+@pytest.mark.parametrize("divergence", ["js", "kl", "tv"])
+@pytest.mark.parametrize("form", ["paper", "released"])
+@pytest.mark.parametrize("noise", [0.0, 1e-4])
+def test_fuzzy_accepts_nothing_at_0_however_close_the_models_are(divergence, form, noise):
+    case = evidence(greedy=False)
+    draft = case.target_logits + noise * torch.randn_like(case.target_logits)
+    rule = parse_rule(f"fuzzy:threshold=0,divergence={divergence},form={form}")
+    assert not accepts(rule, dataclasses.replace(case, draft_scores=draft, draft_logits=draft)).any()
+
+
 @pytest.mark.parametrize(("spec", "ladder"), LADDERS)
 def test_padding_order_and_layout_change_nothing(spec, ladder):
     if "fly" in spec or "start" in spec:

@@ -263,7 +263,8 @@ Call the reasoning flawed if any of this holds:
 - a step is wrong, even if a later one makes up for it: a false calculation, or one that does not follow;
 - the solution jumps to a result without grounds, so that it is right by luck;
 - it states something, takes it back, and starts again;
-- it has steps that the result does not need.
+- it has steps that the result does not need;
+- its logic is doubtful in any other way.
 
 Problem:
 {question}

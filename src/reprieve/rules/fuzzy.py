@@ -14,6 +14,8 @@ from reprieve.rules.base import Dial, Rule, Traits, register_rule
 from reprieve.rules.distributions import js_divergence, kl_divergence, total_variation
 from reprieve.types import Evidence
 
+_SMALLEST = 1e-30  # the divergence of equal distributions is 0, or below by rounding
+
 
 def top_k_union(target_probs: Tensor, draft_probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Restrict both distributions to the union of their k most likely tokens and normalise: [..., V] each."""
@@ -64,8 +66,7 @@ class FuzzyRule(Rule):
     and after a refusal the target's own distribution is sampled, not the residual.
 
     Args:
-        threshold: largest accepted divergence, 0 or more. The paper writes "less than T"; ties have measure zero
-            except at 0, where identical distributions pass.
+        threshold: largest accepted divergence, 0 or more; 0 accepts nothing. The paper writes "less than T".
         divergence: `js` (the paper's choice), `kl` or `tv`.
         form: `paper`, or `released` for the authors' code, for which thresholds were published.
         log_base: base of the logarithm, for `form=paper`; the paper does not state it. With 2, JS is in [0, 1].
@@ -100,9 +101,9 @@ class FuzzyRule(Rule):
         return _KL_DIAL if self.divergence == "kl" else self.own_dial
 
     def risk(self, evidence: Evidence) -> Tensor:
-        """Return the divergence at each token's position, [...]."""
+        """Return the divergence at each token's position, [...], above 0."""
         assert evidence.draft_probs is not None, "the engine refuses fuzzy without draft probabilities"
-        return fuzzy_divergence(
+        divergence = fuzzy_divergence(
             evidence.target_probs,
             evidence.draft_probs,
             divergence=self.divergence,
@@ -110,6 +111,7 @@ class FuzzyRule(Rule):
             log_base=self.log_base,
             k=self.k,
         )
+        return divergence.clamp_min(_SMALLEST)
 
     def sequence_bound(self, num_drafted: float) -> float | None:
         """Return drafted tokens times threshold (appendix B), in the unit of the divergence, or None.

@@ -14,7 +14,7 @@ from reprieve.rules.base import Dial, Traits, register_rule
 from reprieve.rules.learned import HeadRule
 from reprieve.types import Evidence
 
-SMALLEST_PROB = 1e-10  # the paper's epsilon-clamp of probabilities
+SMALLEST_PROB = 1e-10  # the paper clamps probabilities too, but gives no value
 
 
 def raw_scores(evidence: Evidence, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,8 +59,8 @@ class LtsRule(HeadRule):
 
     Args:
         path: folder or hub id of a calibration (`reprieve train lts`).
-        theta: smallest accepted score; the paper uses 0.3. 0 accepts up to the tolerance itself, 1 only the target's
-            most likely token, infinity nothing.
+        theta: smallest accepted score; the paper's experiments use 0.3. 0 accepts up to the tolerance itself, 1 only
+            tokens as likely as the target's most likely one, infinity nothing.
         siblings: in a tree, `in_turn` (the paper) accepts the first child, in drafting order, that the lossless check
             or the score passes; `last` applies the score after the check has refused all children, which stays closer
             to the target. On chains both are equal.
