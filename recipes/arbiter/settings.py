@@ -1,4 +1,4 @@
-"""Settings of CoSpec's reinforcement stage; defaults are the paper's where it gives them (section 3.4, appendix C.2)."""
+"""Settings of CoSpec's reinforcement; defaults are the paper's where it gives them (section 3.4, appendix C.2)."""
 
 from __future__ import annotations
 
