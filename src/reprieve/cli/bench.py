@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -74,25 +73,84 @@ class Bench(Command):
             require_choice("skip", name, (TARGET_ONLY, DRAFT_ONLY))
         arms = make_arms(self.arm, self.answering.draft_tokens(*self.num_draft_tokens), target=self.pair.target)
         arms = [arm for arm in arms if arm.label not in self.skip]
+        if self.speed.concurrency and (self.answering.local or self.answering.batched):
+            raise SpecError(
+                f"--concurrency requires a server engine (--engine vllm), got --engine {self.answering.engine}"
+            )
         chat = None
         if self.verdicts.judge is not None:  # a judge that cannot be used fails before anything is measured
             from reprieve.mining.building import make_chat
 
             require_choice("baseline", self.verdicts.baseline, tuple(arm.label for arm in arms))
             chat = make_chat(self.verdicts.judge)
-        status, run = compare(
-            self,
-            arms,
-            self.settings,
-            self.answering,
-            self.pair,
-            self.out,
-            num_workers=self.num_workers,
-            speed=self.speed,
-        )
+        run, results = self._measure(arms)
+        status = self._report(run, results)
         if chat is not None and run.complete:
             _show_verdicts(run, chat, self.verdicts, self.out)
         return status
+
+    def _measure(self, arms: list[Arm]) -> tuple[Run, Results]:
+        from reprieve.bench.engine import RunConfig
+        from reprieve.bench.runner import run_arms
+        from reprieve.bench.summary import summarise
+        from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
+
+        settings = self.settings
+        opened = screen.engine_and_task(
+            self.answering, self.pair, settings.task, settings.prompt, num_workers=self.num_workers
+        )
+        with opened as (engine, task):
+            alone = (TARGET_ONLY, DRAFT_ONLY)  # left out where the engine cannot run them
+            arms = [arm for arm in arms if arm.label not in alone or not engine.refusal(arm, settings.drafter)]
+            config = RunConfig.of(engine, arms, settings, command=screen.command_line())
+            keep = partial(self.keep_config, self.out)
+            with screen.progress(f"{len(arms)} arms", "answers") as progress:
+                run = run_arms(config, arms, engine, task, self.out, on_claimed=keep, progress=progress)
+            results = summarise(run)
+            if self.speed.concurrency and run.complete:
+                throughput = _under_load(engine, run, task, self.speed, self.out)
+                results = dataclasses.replace(results, throughput=throughput)
+        return run, results
+
+    def _report(self, run: Run, results: Results) -> int:
+        """Write and show what was measured; returns the exit status."""
+        from reprieve.bench.figures import draw_frontier
+        from reprieve.bench.results import best_ks
+
+        results.write(self.out)
+        if not results.arms:
+            screen.warn(f"interrupted before every arm had answered a problem; records kept in {self.out}")
+            return INTERRUPTED
+        show_results(results)
+        if unread := next((record for record in run.records if record.unread and results.graded), None):
+            which = f"{unread.arm}, {unread.problem_id}"
+            screen.say(f"a response without a recognised answer ({which}) ends: {unread.text[-200:]!r}")
+        show_throughput(results.throughput)
+        fastest = best_ks(results.arms, results.throughput)
+        for best in fastest:
+            if len(best.by_k) > 1:
+                speeds = ", ".join(f"{k}: {speed:.0f}" for k, speed in best.by_k.items())
+                screen.say(f"fastest: --arm {best.arm}   (tokens/s by K: {speeds})")
+        n = results.num_problems
+        if n < _FEW and any(len(best.by_k) > 1 for best in fastest):
+            problems = f"{n} problem{'s' * (n > 1)}"
+            screen.say(f"{problems} cannot tell such speeds apart; measure again with --limit {_FEW} or more")
+        screen.say(f"results: {self.out / 'results.json'}")
+        if not self.answering.local and not results.throughput:
+            how = "--engine local" if self.answering.batched else "--concurrency"
+            screen.warn(f"no speeds, because answers shared batches: `reprieve bench {how}` measures them")
+        if self.num_workers > 1:
+            screen.warn(f"{self.num_workers} processes shared this machine: measure speeds with --workers 1")
+        if not results.graded:
+            screen.say("This task has no right answers: --judge openai:model=NAME,url=ADDRESS compares the texts.")
+        elif find_spec("matplotlib"):
+            screen.say(f"figure: {draw_frontier(results, self.out)[0]}")
+        else:
+            screen.say(f"matplotlib is not installed; skipping the figure: {install_command('evidence')}")
+        if not run.complete:
+            screen.warn("interrupted: the table holds what was finished; run again to resume")
+            return INTERRUPTED
+        return 1 if any(arm.num_failed for arm in results.arms) else 0
 
 
 @dataclass(frozen=True)
@@ -125,10 +183,8 @@ class Demo(Command):
             screen.console().print(f"\n[bold]{rule}[/bold]  {_DEMO_QUESTION}", soft_wrap=True)
             Generate(_DEMO_QUESTION, rule=rule, num_draft_tokens=k, pair=self.pair).run()
             screen.say(f"{LEGEND}\n")
-        from reprieve.bench.arms import make_arms
-
-        arms = make_arms(_DEMO_ARMS, [self.num_draft_tokens], target=self.pair.target)
-        status, _ = compare(self, arms, self.settings, EngineSettings(), self.pair, self.out, speed=SpeedSettings())
+        bench = Bench(_DEMO_ARMS, (), (self.num_draft_tokens,), settings=self.settings, pair=self.pair, out=self.out)
+        status = bench.run()
         if self.settings.limit < _DEMO_FEW:
             screen.say(
                 f"{self.settings.limit} problems give wide intervals: reprieve demo --limit 500 --out runs/demo-500"
@@ -137,90 +193,6 @@ class Demo(Command):
             screen.say(f"Picture: {picture}")
         screen.say("Next: reprieve serve   opens a page that shows the source of each token")
         return status
-
-
-def compare(
-    command: Command,
-    arms: Sequence[Arm],
-    settings: RunSettings,
-    engine: EngineSettings,
-    pair: PairSettings,
-    out: Path,
-    *,
-    speed: SpeedSettings,
-    num_workers: int = 1,
-) -> tuple[int, Run]:
-    """Run arms, write and show the results; returns the exit status and the run.
-
-    Args:
-        command: its flags are kept in the run's folder.
-        speed: settings for speed under load, on servers only.
-        num_workers: number of parallel processes.
-
-    Raises:
-        SpecError: speed under load is requested from an engine that is not a server.
-    """
-    from reprieve.bench.engine import RunConfig
-    from reprieve.bench.runner import run_arms
-    from reprieve.bench.summary import summarise
-    from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
-
-    if speed.concurrency and (engine.local or engine.batched):
-        raise SpecError(f"--concurrency requires a server engine (--engine vllm), got --engine {engine.engine}")
-    opened = screen.engine_and_task(engine, pair, settings.task, settings.prompt, num_workers=num_workers)
-    with opened as (running, task):
-        alone = (TARGET_ONLY, DRAFT_ONLY)  # left out where the engine cannot run them
-        arms = [arm for arm in arms if arm.label not in alone or not running.refusal(arm, settings.drafter)]
-        config = RunConfig.of(running, arms, settings, command=screen.command_line())
-        keep = partial(command.keep_config, out)
-        with screen.progress(f"{len(arms)} arms", "answers") as progress:
-            run = run_arms(config, arms, running, task, out, on_claimed=keep, progress=progress)
-        results = summarise(run)
-        if speed.concurrency and run.complete:
-            results = dataclasses.replace(results, throughput=_under_load(running, run, task, speed, out))
-    return _report(run, results, engine, out, num_workers=num_workers), run
-
-
-def _report(run: Run, results: Results, engine: EngineSettings, out: Path, *, num_workers: int) -> int:
-    """Write and show what was measured; returns the exit status."""
-    from reprieve.bench.figures import draw_frontier
-    from reprieve.bench.results import best_ks
-
-    results.write(out)
-    if not results.arms:
-        screen.warn(f"interrupted before every arm had answered a problem; records kept in {out}")
-        return INTERRUPTED
-    show_results(results)
-    if unread := next((record for record in run.records if record.unread and results.graded), None):
-        screen.say(
-            f"a response without a recognised answer ({unread.arm}, {unread.problem_id}) ends: {unread.text[-200:]!r}"
-        )
-    show_throughput(results.throughput)
-    fastest = best_ks(results.arms, results.throughput)
-    for best in fastest:
-        if len(best.by_k) > 1:
-            speeds = ", ".join(f"{k}: {speed:.0f}" for k, speed in best.by_k.items())
-            screen.say(f"fastest: --arm {best.arm}   (tokens/s by K: {speeds})")
-    n = results.num_problems
-    if n < _FEW and any(len(best.by_k) > 1 for best in fastest):
-        problems = f"{n} problem{'s' * (n > 1)}"
-        screen.say(f"{problems} cannot tell such speeds apart; measure again with --limit {_FEW} or more")
-    screen.say(f"results: {out / 'results.json'}")
-    if not engine.local and not results.throughput:
-        how = "--engine local" if engine.batched else "--concurrency"
-        screen.warn(f"no speeds, because answers shared batches: `reprieve bench {how}` measures them")
-    if num_workers > 1:
-        screen.warn(f"{num_workers} processes shared this machine: measure speeds with --workers 1")
-    if not results.graded:
-        screen.say("This task has no right answers: --judge openai:model=NAME,url=ADDRESS compares the texts.")
-    elif find_spec("matplotlib"):
-        screen.say(f"figure: {draw_frontier(results, out)[0]}")
-    else:
-        screen.say(f"matplotlib is not installed; skipping the figure: {install_command('evidence')}")
-    if not run.complete:
-        screen.warn("interrupted: the table holds what was finished; run again to resume")
-        return INTERRUPTED
-    return 1 if any(arm.num_failed for arm in results.arms) else 0
 
 
 def _show_verdicts(run: Run, chat: Chat, settings: VerdictSettings, out: Path) -> None:
