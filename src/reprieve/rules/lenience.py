@@ -21,7 +21,7 @@ class LenienceRule(Rule):
     Args:
         lenience: in (0, 1]; 1 is lossless.
 
-    Relaxed: a token's output probability can exceed the target's by at most 1 / lenience.
+    Relaxed: a token's output probability is at most 1 / lenience times its target probability.
     A rejected token is replaced from the lossless residual.
     """
 
