@@ -168,7 +168,7 @@ def mine(measurement: Measurement, num_rollouts: int) -> Parts:
         settings = AutoJudgeMining(task=measurement.task, limit=measurement.limit, pair=measurement.pair)
     mined, rows = [], []
     for name in ENGINES:
-        bench = build(dataclasses.replace(settings, answering=EngineSettings(name)))
+        bench = build(dataclasses.replace(settings, engine=EngineSettings(name)))
         num_in_flight = 64 if name == VLLM else settings.in_flight
         try:
             store = LabelStore(measurement.out / f"labels-{settings.miner}-{name.partition(':')[0]}", bench.manifest)

@@ -75,7 +75,7 @@ class StudyCommand(Command):
     max_drop: float = 0.03
     num_workers: int | None = None
     seed: int = 0
-    answering: EngineSettings = field(default_factory=EngineSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
     prompt: PromptSettings = field(default_factory=PromptSettings)
     pair: PairSettings = field(default_factory=lambda: PairSettings(dtype="float32"))
     out: Path = Path("runs/study")
@@ -100,7 +100,7 @@ class StudyCommand(Command):
 
     def _usual_rules(self) -> dict[str, tuple[str, ...]]:
         bundle = self.pair.bundle
-        return usual_rules(() if bundle is None else bundle.heads, served=not self.answering.local)
+        return usual_rules(() if bundle is None else bundle.heads, served=not self.engine.local)
 
     def _tuned_arms(self) -> list[str]:
         """Return every setting of every rule at the rule's fastest K, and lossless twice at its own."""
@@ -108,7 +108,7 @@ class StudyCommand(Command):
         assert results is not None  # written by the step before
         tuned = {best.spec: best.num_draft_tokens for best in best_ks(results.arms, results.throughput)}
         arms = [f"{name}@K={tuned['lossless']}" for name in ("lossless", "lossless_rerun")]
-        arms += [] if not self.answering.local else CONTROLS  # servers do not sample from a truncation
+        arms += [] if not self.engine.local else CONTROLS  # servers do not sample from a truncation
         usual = self._usual_rules()
         for rule in self._rules():
             k = tuned[attach_heads(parse_rule(rule), self.pair.target).spec]  # may differ from the flag
@@ -125,15 +125,15 @@ class StudyCommand(Command):
         return RunSettings(task=self.task, split=split, limit=limit, offset=offset, prompt=self.prompt, seed=self.seed)
 
     def _bench(self, arms: list[str], split: str, limit: int, out: Path) -> Bench:
-        ks = self.answering.draft_tokens(*self.num_draft_tokens)
+        ks = self.engine.draft_tokens(*self.num_draft_tokens)
         settings = self._run_settings(split, limit)
         return Bench(
-            arm=tuple(arms), num_draft_tokens=tuple(ks), settings=settings, answering=self.answering, pair=self.pair,
+            arm=tuple(arms), num_draft_tokens=tuple(ks), settings=settings, engine=self.engine, pair=self.pair,
             out=out,
         )  # fmt: skip
 
     def _certify(self, rule: str, thresholds: tuple[float, ...]) -> Certify:
-        [k] = self.answering.draft_tokens(AUTO)
+        [k] = self.engine.draft_tokens(AUTO)
         settings = CertifySettings(
             rule=rule,
             promise=Promise(self.max_drop),
@@ -143,12 +143,12 @@ class StudyCommand(Command):
             run=self._run_settings("validation", self.certify_limit, BUNDLED_OFFSET if self.pair.bundle else 0),
         )
         return Certify(
-            settings=settings, num_workers=self._workers(), answering=self.answering, pair=self.pair,
+            settings=settings, num_workers=self._workers(), engine=self.engine, pair=self.pair,
             out=self.out / "certificates",
         )  # fmt: skip
 
     def _workers(self) -> int:
-        if not self.answering.local:
+        if not self.engine.local:
             return 1
         return min(os.cpu_count() or 1, 4) if self.num_workers is None else self.num_workers
 

@@ -242,7 +242,7 @@ def test_an_eagle_reader_predicts_the_first_drafted_token_of_every_round():
         ({"drafter": "draft:x=1"}, "drafter must be draft, eagle3, or eagle3:path=FOLDER, got 'draft:x=1'"),
         ({"drafter": "eagle3:depth=3"}, "drafter must be draft, eagle3, or eagle3:path=FOLDER, got 'eagle3:depth=3'"),
         ({"drafter": "eagle3", "sampling": SamplingSettings(temperature=1.0)}, "or sampled, got 'eagle3'"),
-        ({"drafter": "eagle3", "answering": EngineSettings("vllm")}, "on a server or sampled, got 'eagle3'"),
+        ({"drafter": "eagle3", "engine": EngineSettings("vllm")}, "on a server or sampled, got 'eagle3'"),
     ],
 )
 def test_drafters_that_cannot_be_mined_are_refused(changes, message):

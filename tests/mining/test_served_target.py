@@ -45,18 +45,18 @@ def test_labels_equal_the_local_engines(bundled_pair, tmp_path):
     settings = AutoJudgeMining(limit=2, task="arithmetic", pair=PAIR)
     _, ours = mined(settings, tmp_path / "local")
     with PairServer(bundled_pair) as server:
-        bench, theirs = mined(dataclasses.replace(settings, answering=on(server)), tmp_path / "served")
+        bench, theirs = mined(dataclasses.replace(settings, engine=on(server)), tmp_path / "served")
     assert theirs == ours
     assert bench.manifest["engine"] == "vllm 0.32.0" and bench.manifest["target_weights"]
     assert all(isinstance(request["prompt"], list) for request in server.requests)  # prompts are sent as token ids
-    assert settings.in_flight == 16 and dataclasses.replace(settings, answering=on(server)).in_flight == 256
+    assert settings.in_flight == 16 and dataclasses.replace(settings, engine=on(server)).in_flight == 256
 
 
 @pytest.mark.slow
 def test_all_rollouts_of_a_position_are_one_request(bundled_pair, tmp_path):
     sampling = SamplingSettings(temperature=0.6, top_p=0.95, top_k=20)
     with PairServer(bundled_pair) as server:
-        settings = PivotMining(num_rollouts=3, sampling=sampling, **small(1), answering=on(server))
+        settings = PivotMining(num_rollouts=3, sampling=sampling, **small(1), engine=on(server))
         _, [problem] = mined(settings, tmp_path)
     rollouts = [request for request in server.requests if "prompt_logprobs" not in request]
     assert {request["n"] for request in rollouts} == {3} and rollouts[0]["temperature"] == 0.6
@@ -70,7 +70,7 @@ def test_walks_on_servers_equal_local_walks_without_the_targets_weights(bundled_
     settings = PivotMining(num_rollouts=1, alpha=0.0, sampling=sampling, **small(2))  # nothing is a pivot
     _, ours = mined(settings, tmp_path / "local")
     with PairServer(bundled_pair) as server:
-        bench, theirs = mined(dataclasses.replace(settings, answering=on(server)), tmp_path / "served")
+        bench, theirs = mined(dataclasses.replace(settings, engine=on(server)), tmp_path / "served")
     assert bench.miner.make_source(0).target.model is bench.miner.make_source(0).draft.model  # a stand-in
     for one, other in zip(ours, theirs, strict=True):
         assert one.mismatches and one.response_ids == other.response_ids
@@ -95,7 +95,7 @@ def test_end_tokens_and_chat_template_come_from_the_targets_files(tmp_path):
     with PairServer(pair) as server:
         for answering in (EngineSettings(), on(server)):
             for kind in (TraceMining, AutoJudgeMining):
-                settings = kind(limit=1, pair=PairSettings(**names, dtype="float32"), answering=answering,
+                settings = kind(limit=1, pair=PairSettings(**names, dtype="float32"), engine=answering,
                                 prompt=PromptSettings(chat_template=True))  # fmt: skip
                 bench = build(settings)
                 form = bench.miner.responses
@@ -108,14 +108,14 @@ def test_end_tokens_and_chat_template_come_from_the_targets_files(tmp_path):
 def test_a_server_that_dies_during_a_walk_loses_no_labels(bundled_pair, tmp_path):
     settings = TraceMining(**small(3), num_draft_tokens=4, num_in_flight=1)
     with PairServer(bundled_pair, dies_after=30) as server:
-        bench = build(dataclasses.replace(settings, answering=on(server)))
+        bench = build(dataclasses.replace(settings, engine=on(server)))
         store = LabelStore(tmp_path, bench.manifest)
         with pytest.raises(EngineError, match="run again to go on"):
             mine_problems(bench.miner, bench.problems, store, num_in_flight=1)
     done = {problem.problem_id for problem in LabelStore(tmp_path).problems()}
     assert 1 <= len(done) < 3
     with PairServer(bundled_pair) as server:
-        bench = build(dataclasses.replace(settings, answering=on(server)))
+        bench = build(dataclasses.replace(settings, engine=on(server)))
         assert mine_problems(bench.miner, bench.problems, store, num_in_flight=1).num_mined == 3 - len(done)
 
 
@@ -128,7 +128,7 @@ from reprieve.mining.settings import TraceMining
 from reprieve.mining.store import LabelStore
 from reprieve.backends.settings import EngineSettings
 engine = EngineSettings(f"openai:url={sys.argv[1]}")
-bench = build(TraceMining(limit=64, task="arithmetic", pair=PAIR, num_draft_tokens=4, answering=engine))
+bench = build(TraceMining(limit=64, task="arithmetic", pair=PAIR, num_draft_tokens=4, engine=engine))
 store = LabelStore(Path(sys.argv[2]), bench.manifest)
 threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGINT)).start()
 assert mine_problems(bench.miner, bench.problems, store, num_in_flight=64).interrupted
@@ -152,7 +152,7 @@ def test_more_candidates_than_servers_return_are_refused(kind, top_k):
     sampling = SamplingSettings(temperature=0.6, top_k=top_k)
     assert kind(sampling=sampling).num_in_flight is None
     with pytest.raises(SpecError, match=rf"top_k must be in \[1, 20\] where the target is on servers.*got {top_k}"):
-        kind(sampling=sampling, answering=EngineSettings("vllm"))
+        kind(sampling=sampling, engine=EngineSettings("vllm"))
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_traces_on_a_server_equal_local_traces(bundled_pair, tmp_path):
     settings = TraceMining(**small(2), num_draft_tokens=4)
     _, ours = mined(settings, tmp_path / "local")
     with PairServer(bundled_pair) as server:
-        _, theirs = mined(dataclasses.replace(settings, answering=on(server)), tmp_path / "served")
+        _, theirs = mined(dataclasses.replace(settings, engine=on(server)), tmp_path / "served")
     assert theirs == ours and server.requests
 
 
@@ -169,7 +169,7 @@ def test_a_server_that_dies_loses_no_labels(bundled_pair, tmp_path, capsys):
     mine = ["mine", "autojudge", *SMALL, "--limit", "3", "--in-flight", "1", "--dtype", "float32"]
     mine += ["--out", str(tmp_path)]
     with PairServer(bundled_pair) as server:
-        build_one = build(AutoJudgeMining(limit=1, task="arithmetic", pair=PAIR, answering=on(server)))
+        build_one = build(AutoJudgeMining(limit=1, task="arithmetic", pair=PAIR, engine=on(server)))
         mine_problems(build_one.miner, build_one.problems, LabelStore(tmp_path, build_one.manifest))
         per_problem = len(server.requests)
     with PairServer(bundled_pair, dies_after=2) as server:
@@ -191,7 +191,7 @@ def test_a_server_that_dies_loses_no_labels(bundled_pair, tmp_path, capsys):
 )
 def test_settings_that_servers_do_not_support_are_refused(settings, said):
     with pytest.raises(SpecError, match=said):
-        AutoJudgeMining(answering=EngineSettings("vllm"), **settings)
+        AutoJudgeMining(engine=EngineSettings("vllm"), **settings)
 
 
 def test_workers_require_the_local_engine(capsys):
@@ -203,6 +203,6 @@ def test_a_dead_server_fails_at_once():
     with pytest.raises(EngineError, match="does not answer"):
         build(
             AutoJudgeMining(
-                limit=1, task="arithmetic", pair=PAIR, answering=EngineSettings("openai:url=http://127.0.0.1:9")
+                limit=1, task="arithmetic", pair=PAIR, engine=EngineSettings("openai:url=http://127.0.0.1:9")
             )
         )

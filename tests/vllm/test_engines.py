@@ -132,7 +132,7 @@ def mined(settings, folder, *, in_flight, progress=lambda done, total: None):
 
 
 def test_mining_loses_nothing_if_its_server_is_killed(tmp_path):
-    settings = AutoJudgeMining(limit=3, task="arithmetic", pair=PAIR, answering=VLLM)
+    settings = AutoJudgeMining(limit=3, task="arithmetic", pair=PAIR, engine=VLLM)
     with pytest.raises(EngineError, match="labelled problems are kept, run again to go on"):
         mined(settings, tmp_path, in_flight=2, progress=lambda done, total: done and kill_servers())
     before = LabelStore(tmp_path).problems()
@@ -154,7 +154,7 @@ def test_mining_loses_nothing_if_its_server_is_killed(tmp_path):
 def test_walks_on_a_server_equal_local_walks(tmp_path, settings):
     found = []
     for name, answering in (("local", EngineSettings()), ("served", VLLM)):
-        mined(dataclasses.replace(settings, answering=answering), tmp_path / name, in_flight=2)
+        mined(dataclasses.replace(settings, engine=answering), tmp_path / name, in_flight=2)
         found.append(sorted(LabelStore(tmp_path / name).problems(), key=lambda problem: problem.problem_id))
     assert len(found[1]) == 2 and all(problem.mismatches for problem in found[1])
     for ours, theirs in zip(*found, strict=True):

@@ -19,7 +19,8 @@ class Promise:
     Args:
         max_drop: The loss to stay below, in (0, 0.99]: 0.01 is one point.
         confidence: Confidence level of the guarantee, in [0.5, 1).
-        loss: net_drop (solved strictly minus solved relaxed), or regression (solved strictly and failed relaxed).
+        loss: net_drop (solved losslessly minus solved with the rule), or regression (solved losslessly, but not with
+            the rule).
         max_growth: Growth of the mean answer length to stay below as well: 0.1 is a tenth longer. Default: not bounded.
         max_unfinished: Unfinished answers beyond lossless decoding's to stay below as well: 0.01 is one in a hundred.
             Default: not bounded.
@@ -75,7 +76,7 @@ class MonitorSettings:
     Args:
         share: Share of requests that are also answered losslessly.
         max_drop: Alarm once the drop is proved larger than this.
-        confidence: Of the interval, at all times at once.
+        confidence: Confidence of the interval, which is valid at any time.
     """
 
     share: float = 0.2

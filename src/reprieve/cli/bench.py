@@ -61,7 +61,7 @@ class Bench(Command):
     speed: SpeedSettings = field(default_factory=SpeedSettings)
     verdicts: VerdictSettings = field(default_factory=VerdictSettings)
     num_workers: int = 1
-    answering: EngineSettings = field(default_factory=EngineSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("runs/bench")
 
@@ -71,11 +71,11 @@ class Bench(Command):
 
         for name in self.skip:
             require_choice("skip", name, (TARGET_ONLY, DRAFT_ONLY))
-        arms = make_arms(self.arm, self.answering.draft_tokens(*self.num_draft_tokens), target=self.pair.target)
+        arms = make_arms(self.arm, self.engine.draft_tokens(*self.num_draft_tokens), target=self.pair.target)
         arms = [arm for arm in arms if arm.label not in self.skip]
-        if self.speed.concurrency and (self.answering.local or self.answering.batched):
+        if self.speed.concurrency and (self.engine.local or self.engine.batched):
             raise SpecError(
-                f"--concurrency requires a server engine (--engine vllm), got --engine {self.answering.engine}"
+                f"--concurrency requires a server engine (--engine vllm), got --engine {self.engine.engine}"
             )
         chat = None
         if self.verdicts.judge is not None:  # a judge that cannot be used fails before anything is measured
@@ -97,7 +97,7 @@ class Bench(Command):
 
         settings = self.settings
         opened = screen.engine_and_task(
-            self.answering, self.pair, settings.task, settings.prompt, num_workers=self.num_workers
+            self.engine, self.pair, settings.task, settings.prompt, num_workers=self.num_workers
         )
         with opened as (engine, task):
             alone = (TARGET_ONLY, DRAFT_ONLY)  # left out where the engine cannot run them
@@ -136,8 +136,8 @@ class Bench(Command):
             problems = f"{n} problem{'s' * (n > 1)}"
             screen.say(f"{problems} cannot tell such speeds apart; measure again with --limit {_FEW} or more")
         screen.say(f"results: {self.out / 'results.json'}")
-        if not self.answering.local and not results.throughput:
-            how = "--engine local" if self.answering.batched else "--concurrency"
+        if not self.engine.local and not results.throughput:
+            how = "--engine local" if self.engine.batched else "--concurrency"
             screen.warn(f"no speeds, because answers shared batches: `reprieve bench {how}` measures them")
         if self.num_workers > 1:
             screen.warn(f"{self.num_workers} processes shared this machine: measure speeds with --workers 1")

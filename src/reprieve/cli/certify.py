@@ -29,7 +29,7 @@ class Certify(Command):
 
     settings: CertifySettings
     num_workers: int = 1
-    answering: EngineSettings = field(default_factory=EngineSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("runs/certify")
 
@@ -37,11 +37,11 @@ class Certify(Command):
         from reprieve.certify.fixed_sequence import num_needed
         from reprieve.certify.procedure import Plan, certify
 
-        [k] = self.answering.draft_tokens(self.settings.num_draft_tokens)
+        [k] = self.engine.draft_tokens(self.settings.num_draft_tokens)
         plan = Plan.of(replace(self.settings, num_draft_tokens=k), target=self.pair.target)
         run_settings = self.settings.run
         opened = screen.engine_and_task(
-            self.answering, self.pair, run_settings.task, run_settings.prompt, num_workers=self.num_workers
+            self.engine, self.pair, run_settings.task, run_settings.prompt, num_workers=self.num_workers
         )
         with opened as (engine, task), screen.progress("answers") as progress:
             num_problems = len(task.problems(run_settings.split, run_settings.limit, offset=run_settings.offset))
@@ -89,7 +89,7 @@ class Monitor(Command):
     settings: MonitorSettings = field(default_factory=MonitorSettings)
     num_draft_tokens: NumDraftTokens = AUTO
     problems: RunSettings = field(default_factory=RunSettings)
-    answering: EngineSettings = field(default_factory=EngineSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
     pair: PairSettings = field(default_factory=PairSettings)
 
     def run(self) -> int:
@@ -97,12 +97,12 @@ class Monitor(Command):
         from reprieve.bench.engine import RunConfig
         from reprieve.certify.monitor import MonitorStatus, watch
 
-        [k] = self.answering.draft_tokens(self.num_draft_tokens)
+        [k] = self.engine.draft_tokens(self.num_draft_tokens)
         strict, relaxed = (make_arm(rule, k, target=self.pair.target) for rule in (LOSSLESS, self.rule))
         if relaxed.rule is None or relaxed.rule.dial is None:
             raise SpecError(f"--rule must be a relaxed rule: there is nothing to watch in {self.rule!r}")
         problems = self.problems
-        with screen.engine_and_task(self.answering, self.pair, problems.task, problems.prompt) as (engine, task):
+        with screen.engine_and_task(self.engine, self.pair, problems.task, problems.prompt) as (engine, task):
             config = RunConfig.of(engine, [strict, relaxed], problems, command=screen.command_line())
             if relaxed.certificate is not None:
                 relaxed.certificate.check(config.conditions(engine, relaxed), where=f"of {relaxed.label}")

@@ -36,7 +36,7 @@ class Generate(Command):
     Args:
         prompt: The prompt; - reads it from standard input.
         rule: The rule, such as margin:delta=2.
-        dial: Value of the rule's dial for this answer. Default: the rule's own.
+        dial: Value of the rule's threshold parameter (its dial), such as delta of margin. Default: the rule's own.
         drafter: draft, ngram:max_ngram=3, or eagle3:path=FOLDER.
         num_draft_tokens: K, drafted tokens per round; auto (adaptive), or auto:path=HEAD.
         max_new_tokens: Maximum number of new tokens.

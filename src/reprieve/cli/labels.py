@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShowLabels(Command):
-    """Print problems: important tokens red, unimportant green, the other model's in brackets, and every swap.
+    """Print labelled problems: important tokens in red, unimportant ones in green, and the result of each replacement.
+
+    The other model's token is in brackets.
 
     Args:
         store: Label store, from `reprieve mine`.

@@ -27,7 +27,7 @@ class Mine(Command):
 
     def run(self) -> int:
         require_whole("workers", self.num_workers, 1, 1024)
-        if not self.settings.answering.local and self.num_workers != 1:
+        if not self.settings.engine.local and self.num_workers != 1:
             raise SpecError(
                 f"workers must be 1 on servers, got {self.num_workers}; --in-flight sets how many problems run at once"
             )

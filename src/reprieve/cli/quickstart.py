@@ -76,7 +76,7 @@ class Quickstart(Command):
         num_workers: Parallel processes for mining and certifying. Default: one per core, at most 4; 1 on a GPU.
         seed: Same seed, same result.
         look: Check the pair and the data, print the plan, and stop.
-        unread: Continue even if no trial answer could be read, or none was right.
+        unread: Continue even if the grader found no answer in the trial responses, or no right one.
         out: Folder for all results; run again with it to resume.
     """
 
@@ -103,7 +103,7 @@ class Quickstart(Command):
     seed: int = 0
     look: bool = False
     unread: bool = False
-    answering: EngineSettings = field(default_factory=EngineSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("runs/quickstart")
 
@@ -111,11 +111,11 @@ class Quickstart(Command):
         require_choice("template", self.template, ("auto", "chat", "raw"))
         if (self.data is None) == (self.task is None):
             raise SpecError("quickstart needs --data FILE.jsonl, or --task, and not both")
-        if self.answering.engine.startswith("openai"):
+        if self.engine.engine.startswith("openai"):
             raise SpecError("engine must start its servers here (vllm, ray): running ones lack the head to be trained")
-        if self.answering.batched:
-            raise SpecError(f"engine must be local, vllm or ray, got {self.answering.engine!r}")
-        if not self.answering.local and self.num_workers not in (None, 1):
+        if self.engine.batched:
+            raise SpecError(f"engine must be local, vllm or ray, got {self.engine.engine!r}")
+        if not self.engine.local and self.num_workers not in (None, 1):
             raise SpecError("workers are of the local engine; servers take parallel= requests at once")
         _ = self._promise  # refuses bounds out of range
         require_draft_tokens(self.num_draft_tokens)
@@ -166,7 +166,7 @@ class Quickstart(Command):
             limit=limit,
             prompt=prompt,
             seed=self.seed,
-            answering=self.answering,
+            engine=self.engine,
             pair=self.pair,
         )
         return MineAutoJudge(settings=settings, num_workers=self._workers(), out=self.out / "labels")
@@ -186,7 +186,7 @@ class Quickstart(Command):
         return Certify(
             settings=settings,
             num_workers=self._workers(),
-            answering=self.answering,
+            engine=self.engine,
             pair=self.pair,
             out=self.out / "certificates",
         )
@@ -196,7 +196,7 @@ class Quickstart(Command):
             arm=(arm,),
             num_draft_tokens=(self._num_draft_tokens,),
             settings=self._run_settings(prompt, "test", min(_COMPARED, limit)),
-            answering=self.answering,
+            engine=self.engine,
             pair=self.pair,
             out=folder,
         )
@@ -256,7 +256,7 @@ class Quickstart(Command):
             raise SpecError(f"task {plain.name} has no right answers: nothing can be certified on it")
         num_mined, num_certified = self._sizes(plain)
         screen.quiet_transformers()
-        with contextlib.closing(make_engine(self.answering, self.pair, announce=screen.warn)) as engine:
+        with contextlib.closing(make_engine(self.engine, self.pair, announce=screen.warn)) as engine:
             has_template = bool(getattr(engine.tokenizer, "chat_template", None))
             prompt = PromptSettings(
                 chat_template=self.template == "chat" or (self.template == "auto" and has_template),
@@ -270,7 +270,7 @@ class Quickstart(Command):
             prompt = dataclasses.replace(prompt, max_new_tokens=task.max_new_tokens)
             facts = engine.facts
             server = " ".join(filter(None, (facts.engine_version, facts.runner)))
-            where = facts.device if self.answering.local else f"{facts.engine} {server}"
+            where = facts.device if self.engine.local else f"{facts.engine} {server}"
             pair = f"{facts.pair.target} and {facts.pair.draft}, {facts.dtype} on {where}"
             screen.say(f"pair: {pair}; prompts: {describe_format(prompt.format)}")
             trial = try_answers(engine, task, self.task_spec, self._num_draft_tokens, seed=self.seed)
@@ -323,7 +323,7 @@ class Quickstart(Command):
 
     def _tell_plan(self, trial: Trial, num_mined: int, num_certified: int, *, provable: bool) -> None:
         """Print the plan, with an estimated time for each stage."""
-        shared = self._workers() * (1 if self.answering.local else _SHARED)
+        shared = self._workers() * (1 if self.engine.local else _SHARED)
         # A rollout from half of the answer for every second round; rollouts and a server's answers share forwards.
         mining = num_mined * trial.seconds * (1 + trial.num_rounds / 2) / 3 / shared
         certifying = num_certified * trial.seconds * (1 + _WALKED + 2) / shared
@@ -344,10 +344,10 @@ class Quickstart(Command):
 
     @property
     def _num_draft_tokens(self) -> NumDraftTokens:
-        return self.answering.draft_tokens(self.num_draft_tokens)[0]
+        return self.engine.draft_tokens(self.num_draft_tokens)[0]
 
     def _workers(self) -> int:
-        if self.num_workers is not None or not self.answering.local:
+        if self.num_workers is not None or not self.engine.local:
             return self.num_workers or 1
         import torch
 
@@ -386,7 +386,7 @@ class Quickstart(Command):
             )
         else:
             screen.say(certificate.statement)
-        if self.answering.local:
+        if self.engine.local:
             models = {"--target": self.pair.target, "--draft": self.pair.draft, "--dtype": self.pair.dtype}
             given = [part for flag, value in models.items() if value is not None for part in (flag, value)]
             k = ["--num-draft-tokens", str(self._num_draft_tokens)]
@@ -400,7 +400,7 @@ class Quickstart(Command):
         from reprieve.backends.deploying import PAIR, ServerPlan, VllmDeployer
         from reprieve.backends.settings import VllmSettings
 
-        settings = self.answering.servers
+        settings = self.engine.servers
         assert isinstance(settings, VllmSettings)
         conditions = certificate.conditions
         deployer = VllmDeployer(settings, self.pair, conditions.dtype)

@@ -20,9 +20,9 @@ class Serve(Command):
     """Serve the OpenAI API, /metrics, /health and a playground at /, one request at a time.
 
     Args:
-        rule: A rule to offer: a specification, or a JSON file that also names levels and a cap. The first is the
-            default for requests that choose none. Repeatable. Default: the rules of the bundled pair, else
-            margin:delta=1.
+        rule: A rule to offer: a specification, or a policy file (JSON) that also names levels and a largest threshold.
+            The first is the default for requests that choose none. Repeatable. Default: the rules of the bundled pair,
+            else margin:delta=1.
     """
 
     verb = "serve"

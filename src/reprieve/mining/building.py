@@ -86,7 +86,7 @@ def build(settings: MiningSettings, *, announce: Callable[[str], None] = lambda 
         raise SpecError(f"task {plain.name} has no answers to compare; mine autojudge or arbitration with --judge")
     with ExitStack() as started:
         served = None
-        if not settings.answering.local:
+        if not settings.engine.local:
             served = TargetServers.of(settings, announce)
             started.callback(served.running.close)
         pair = _load(settings, served)
@@ -116,7 +116,7 @@ class TargetServers:
     def of(cls, settings: MiningSettings, announce: Callable[[str], None]) -> TargetServers:
         """Start servers with the target alone, or connect to running ones."""
         identity, tokenizer, dtype = stored_identity(settings.pair)
-        deployer = make_deployer(settings.answering.servers, settings.pair, dtype)
+        deployer = make_deployer(settings.engine.servers, settings.pair, dtype)
         return cls(deployer.start(ServerPlan(TARGET), announce), deployer, identity, tokenizer)
 
 

@@ -33,7 +33,7 @@ class MiningSettings(ProblemSettings):
     seed: int = 0
     num_in_flight: int | None = None
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    answering: EngineSettings = field(default_factory=EngineSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
     pair: PairSettings = field(default_factory=PairSettings)
 
     def __post_init__(self) -> None:
@@ -41,9 +41,9 @@ class MiningSettings(ProblemSettings):
         require_whole("seed", self.seed, 0, MAX_SEED)
         if self.num_in_flight is not None:
             require_whole("num_in_flight", self.num_in_flight, 1, 4096)
-        if self.answering.batched:
+        if self.engine.batched:
             raise SpecError(
-                f"engine must not be {self.answering.engine!r}: on --engine local, mining is batched already, and "
+                f"engine must not be {self.engine.engine!r}: on --engine local, mining is batched already, and "
                 "--in-flight sets how many problems share a batch"
             )
 
@@ -53,7 +53,7 @@ class MiningSettings(ProblemSettings):
         Raises:
             SpecError: sampling from more tokens than they return.
         """
-        if not self.answering.local and not 1 <= self.num_candidates <= MOST_CANDIDATES:
+        if not self.engine.local and not 1 <= self.num_candidates <= MOST_CANDIDATES:
             raise SpecError(
                 f"top_k must be in [1, {MOST_CANDIDATES}] where the target is on servers, which return no more "
                 f"log-probabilities per position; use --engine local for more, got {self.num_candidates}"
@@ -62,7 +62,7 @@ class MiningSettings(ProblemSettings):
     @property
     def in_flight(self) -> int:
         """Number of problems in flight."""
-        return self.num_in_flight or (self.usual_in_flight if self.answering.local else self.usual_on_servers)
+        return self.num_in_flight or (self.usual_in_flight if self.engine.local else self.usual_on_servers)
 
     @property
     def params(self) -> SamplingParams:
@@ -129,16 +129,16 @@ class AutoJudgeMining(MiningSettings):
             require_choice("drafter", name, ("draft", "eagle3"))
             if name == "draft" or parameters.keys() - {"path"}:
                 raise SpecError(f"drafter must be draft, eagle3, or eagle3:path=FOLDER, got {self.drafter!r}")
-            if not (self.sampling.greedy and self.answering.local and self.api_url is None):
+            if not (self.sampling.greedy and self.engine.local and self.api_url is None):
                 raise SpecError(
                     f"drafter must be draft if the target is on a server or sampled, got {self.drafter!r}: EAGLE-3 "
                     "reads the target's states and proposes its most likely tokens instead of sampling"
                 )
         if self.api_url is not None and (not self.sampling.greedy or self.pair.draft is None):
             raise SpecError("an API target requires temperature 0 and a draft by name (--draft)")
-        if self.api_url is not None and not self.answering.local:
+        if self.api_url is not None and not self.engine.local:
             raise SpecError("api_url and engine both say where the target is: give one of them")
-        if not self.answering.local and not self.sampling.greedy:
+        if not self.engine.local and not self.sampling.greedy:
             raise SpecError(
                 "temperature must be 0 on servers: sampled AutoJudge keys its draws by the prefix, which servers do "
                 f"not support; use --engine local, got {self.sampling.temperature:g}"

@@ -18,7 +18,7 @@ class JudgeTraining:
 
     Args:
         states: Hidden states of target, draft or both.
-        encoding: Token that the states encode: draft or previous.
+        encoding: Position of the hidden state: at the drafted token (draft), or at the token before it (previous).
         layers: Target layers, such as -1 or -1,-4; -1 is the last, after the norm.
         grid: Values of C to try, scikit-learn's inverse strength of the penalty.
         held_out: Share of the problems held out, on which C is chosen.
