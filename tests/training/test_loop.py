@@ -49,9 +49,6 @@ class Line(NetworkLearner):
         self.validated.append(update)
         return {"at": float(update)}
 
-    def finished(self):
-        return False
-
 
 class Stopped(Exception):
     """Stands in for anything that ends a process."""

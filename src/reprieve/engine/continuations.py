@@ -97,7 +97,6 @@ class ContinuationDecoder(TextBatch[TextRequest, TextRow[TextRequest]]):
         self.stops = stops
         self._model = RowModel(model, num_rows)
         self.sampler = Sampler(params, self._model.device)
-        self.num_read = 0  # tokens read by forwards, without padding
         # On accelerators, a further forward costs more than the tokens that it saves.
         self._reads_at_once = self._model.device.type != "cpu"
 
@@ -126,7 +125,6 @@ class ContinuationDecoder(TextBatch[TextRequest, TextRow[TextRequest]]):
         lengths = [len(row.token_ids) - 1 if row else 0 for row in read]
         positions = spread(lengths, torch.long, device)[:, None]
         logits, _ = self._model.forward(to_device(last, device), positions, longest=max(lengths) + 1)
-        self.num_read += len(active)
         chosen = self._choose(logits[numbers, -1].float(), active)
         for number, row, token_id in zip(numbers, active, chosen, strict=True):
             self._take(number, row, token_id)
@@ -161,7 +159,6 @@ class ContinuationDecoder(TextBatch[TextRequest, TextRow[TextRequest]]):
             if length < len(row.token_ids) - 1:
                 unread[index] = Unread(index, length, row.token_ids[length:-1])
         self._model.prefill(list(unread.values()))
-        self.num_read += sum(len(text.token_ids) for text in unread.values())
         last = {id(row.request.session): (index, row) for index, row in admitted if index in unread}
         for index, row in last.values():
             read = row.token_ids[:-1]

@@ -143,7 +143,6 @@ class BatchedDraft(Draft):
     def __init__(self, model: PreTrainedModel, vocab_size: int) -> None:
         self.model = model
         self.vocab_size = vocab_size
-        self.num_forwards = 0
         self._waiting: list[_Text] = []
         self._thread = ThreadPoolExecutor(1, "draft")
 
@@ -195,7 +194,6 @@ class BatchedDraft(Draft):
         with without_cudnn(device):
             logits = self.model(input_ids=torch.tensor(rows, device=device), use_cache=False).logits
         best = logits[..., : self.vocab_size].argmax(-1).tolist()
-        self.num_forwards += 1
         return [row[text.first : len(text.token_ids)] for row, text in zip(best, batch, strict=True)]
 
 

@@ -232,19 +232,18 @@ def bounded_risk(rule: Rule, evidence: Evidence) -> Tensor:
     return torch.where(allowed, rule.risk(evidence), math.inf)
 
 
-def accepts(rule: Rule, evidence: Evidence, *, threshold: float | Tensor | None = None) -> Tensor:
-    """Return the mask of drafted tokens that the rule accepts, [...], bool, before any limit per block or answer.
-
-    Args:
-        threshold: overrides the rule's own. A tensor must broadcast against the risk and gives the requests of one
-            batch their own thresholds. NaN and +inf never pass; a threshold of -inf accepts nothing.
-    """
-    passed = passes(bounded_risk(rule, evidence), rule.threshold if threshold is None else threshold)
+def accepts(rule: Rule, evidence: Evidence) -> Tensor:
+    """Return the mask of drafted tokens that the rule accepts, [...], bool, before any limit per block or answer."""
+    passed = passes(bounded_risk(rule, evidence), rule.threshold)
     return passed if rule.traits.replaces else passed | evidence.lossless_accepts
 
 
 def passes(risk: Tensor, threshold: float | Tensor) -> Tensor:
-    """Return the mask of risks within the threshold, [...], bool; infinite risks and a threshold of -inf never pass."""
+    """Return the mask of risks within the threshold, [...], bool.
+
+    NaN and infinite risks never pass, and a threshold of -inf accepts nothing. A tensor of thresholds must broadcast
+    against the risk.
+    """
     limit = torch.as_tensor(threshold, device=risk.device)
     return (risk <= limit) & (risk < math.inf) & (limit > -math.inf)
 

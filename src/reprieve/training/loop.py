@@ -63,10 +63,6 @@ class Learner(ABC):
         """
         return {}
 
-    def finished(self) -> bool:
-        """Return True to stop training early."""
-        return False
-
 
 class NetworkLearner(Learner):
     """Learner whose state is that of a network's trained weights and of AdamW."""
@@ -134,7 +130,7 @@ def train(
     with _deferred_interrupt() as interrupted:
         if update == 0 and learner.validates_after(0):
             log.log(0, "validation", learner.validate(0, seconds))
-        while update < learner.num_updates and not learner.finished():
+        while update < learner.num_updates:
             started = time.perf_counter()
             numbers = learner.one_update(update)
             update += 1
