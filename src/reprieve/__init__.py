@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from reprieve.engine import Pair, SpeculativeDecoder, load_pair
     from reprieve.engine.custom_generate import custom_generate
+    from reprieve.errors import ReprieveError
     from reprieve.heads.loading import load_head
     from reprieve.rules import Rule, parse_rule, register_rule
     from reprieve.settings import SamplingParams
@@ -25,6 +26,7 @@ __version__ = "1.0.0"
 _HOMES = {
     "Generation": "reprieve.types",
     "Pair": "reprieve.engine",
+    "ReprieveError": "reprieve.errors",
     "Rule": "reprieve.rules",
     "SamplingParams": "reprieve.settings",
     "SpeculativeDecoder": "reprieve.engine",
@@ -39,6 +41,7 @@ _HOMES = {
 __all__ = [
     "Generation",
     "Pair",
+    "ReprieveError",
     "Rule",
     "SamplingParams",
     "SpeculativeDecoder",

@@ -159,8 +159,8 @@ def append_line(path: Path, values: Mapping[str, Any], kept: str) -> None:
 
 
 def first_difference(wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> str | None:
-    """Return the first key, in alphabetical order, whose values differ; None if the mappings are equal."""
-    return next((key for key in sorted(wanted.keys() | stored.keys()) if wanted.get(key) != stored.get(key)), None)
+    """Return the first key, in the order of `wanted`, whose values differ; None if the mappings are equal."""
+    return next((key for key in [*wanted, *stored] if wanted.get(key) != stored.get(key)), None)
 
 
 def read_lines(path: Path, what: str, *, repair: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:

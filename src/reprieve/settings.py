@@ -116,9 +116,7 @@ class PromptSettings:
             require_choice("thinking", self.thinking, ("on", "off"))
         for name in ("system_prompt", "thinking"):
             if getattr(self, name) is not None and not self.chat_template:
-                raise SpecError(
-                    f"{name} needs the chat template (--chat-template), got {getattr(self, name)!r} without"
-                )
+                raise SpecError(f"{name} needs the chat template, which is off, got {getattr(self, name)!r}")
         if self.max_new_tokens is not None:
             require_whole("max_new_tokens", self.max_new_tokens, 1, _MOST_TOKENS)
 
@@ -213,8 +211,8 @@ class SamplingParams(SamplingSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.stop, str):
-            raise SpecError(f"stop must be a tuple of texts, got the text {self.stop!r}")
+        if not isinstance(self.stop, tuple | list):
+            raise SpecError(f"stop must be a tuple of texts, got {self.stop!r}")
         require_whole("max_new_tokens", self.max_new_tokens, 1, _MOST_TOKENS)
         require_whole("seed", self.seed, 0, MAX_SEED)
         if self.num_logprobs is not None:

@@ -35,8 +35,10 @@ def parse_spec(text: str, *, what: str) -> tuple[str, dict[str, str]]:
         what: noun for error messages, such as `rule` or `task`.
 
     Raises:
-        SpecError: see `parse_parameters`.
+        SpecError: not a text; see `parse_parameters`.
     """
+    if not isinstance(text, str):
+        raise SpecError(f"{what} must be a text, name:parameter=value, got {text!r}")
     name, _, rest = text.strip().partition(":")
     return name, parse_parameters(rest, where=f"{what} {name}")
 

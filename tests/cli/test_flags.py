@@ -109,7 +109,7 @@ def test_flags_override_the_file_and_the_file_overrides_defaults(tmp_path):
         ("name: a\nsteps: true\n", "steps must be a whole number, got 'true'"),
         ("name: a\nsizes: 3\n", "sizes must be a list, got '3'"),
         ("name: a\nrate: -1\n", "rate must be 0 or more, got -1"),
-        ("- name\n", "must hold flags by name, got list"),
+        ("- name\n", "must hold lines such as limit: 100, got a list"),
         ("name: [\n", "cannot be read"),
     ],
 )

@@ -44,8 +44,8 @@ def test_look_prints_the_plan_and_what_can_be_proved(data, capsys):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ([], "needs --data FILE.jsonl, or --task"),
-        (["--data", "q.jsonl", "--task", "arithmetic"], "and not both"),
+        ([], "either --data FILE.jsonl or --task, got neither"),
+        (["--data", "q.jsonl", "--task", "arithmetic"], "either --data FILE.jsonl or --task, got both"),
         (["--data", "q.jsonl", "--template", "xml"], "template must be one of auto, chat, raw"),
         (["--data", "q.jsonl", "--thinking", "on"], "needs the chat template"),
         (["--data", "nowhere.jsonl"], "No such file"),

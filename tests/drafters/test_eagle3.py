@@ -137,7 +137,7 @@ def test_specifications_are_parsed_and_bad_ones_are_refused_with_a_reason():
         "eagle3:prune=entropy,keep=0.5": "prune=entropy takes epsilon, budget, entropy_weight, leaf, not keep",
         "eagle3:prune=depth,alpha=inf": "alpha must be in [-1e+06, 1e+06], got inf",
         "eagle3:path=": "path must name a folder or a hub id",
-        "ngram:max_ngram=0": "min_ngram must be in [1, max_ngram = 0], got 1",
+        "ngram:max_ngram=0": "max_ngram must be 1 or more, got 0",
         "draft:k=3": "it takes none",
         "oracle": "drafter must be one of draft, eagle3, ngram",
     }.items():

@@ -151,6 +151,20 @@ def test_per_request_dial_changes_one_answer_only(target, draft):
     assert model.generate(PROMPT).num_rescued == plain
 
 
+def test_a_decoder_that_is_in_use_refuses_a_second_answer(target, draft):
+    model = decoder(target, draft)
+    before = model.generate(PROMPT).token_ids
+    with pytest.raises(SpecError, match="generating an answer already: give each thread a decoder of its own"):
+        model.generate(PROMPT, on_token=lambda token, text: model.generate(PROMPT))
+    assert model.generate(PROMPT).token_ids == before, "an error ends the use"
+
+
+@pytest.mark.parametrize(("prompt", "message"), [(b"text", "a text or token ids"), ("\ud800", "valid Unicode")])
+def test_prompts_that_cannot_be_encoded_are_refused(target, draft, prompt, message):
+    with pytest.raises(SpecError, match=message):
+        decoder(target, draft).generate(prompt)
+
+
 class ToyAdvisor:
     """Advise 0 for even tokens and 1 for odd ones, and record the tokens of the text."""
 

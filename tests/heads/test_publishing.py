@@ -68,7 +68,7 @@ def test_a_certificate_of_another_head_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("folder", "name", "message"),
     [
-        (JUDGE, "judge", "repo must be owner/name, got 'judge'"),
+        (JUDGE, "judge", "repo must be owner/name, of letters"),
         (JUDGE.parent / "target", "me/target", "names no kind"),
         (JUDGE.parent / "nothing", "me/x", "there is no such folder"),
     ],

@@ -145,7 +145,7 @@ def test_naming_the_rule_does_not_undo_the_default():
 
 
 def test_an_unknown_key_is_refused_with_the_known_ones():
-    with pytest.raises(SpecError, match=r"a policy takes rule, .*got max_treshold; a policy file also takes rules and"):
+    with pytest.raises(SpecError, match=r"a policy takes rule, .*got max_treshold; a file for vLLM also takes rules"):
         Policy.load({"rule": "margin:delta=4", "max_treshold": 4})
 
 

@@ -77,8 +77,8 @@ def test_bad_data_is_named_and_copies_are_counted(tmp_path):
     ("settings", "said"),
     [
         (dict(grader="best"), "grader must be one of .*got 'best'"),
-        (dict(grader="regex:("), "is no pattern"),
-        (dict(grader="python:nowhere.py:f"), "'nowhere.py' is no file"),
+        (dict(grader="regex:("), "is not a pattern"),
+        (dict(grader="python:nowhere.py:f"), "'nowhere.py' is not a file"),
         (dict(grader="python:f"), "is written python:FILE.py:FUNCTION"),
         (dict(template="/nowhere.txt"), "template '/nowhere.txt' cannot be read"),
         (dict(length=0), "length must be"),

@@ -57,7 +57,8 @@ class RayDeployer(VllmDeployer):
             return Running(urls, MODEL_NAME, facts_of(urls), close=close)
         except ray.exceptions.RayError as error:
             close()
-            raise EngineError(f"a replica did not start: {' '.join(str(error).split())[-600:]}") from None
+            reason = str(error).strip().rpartition("\n")[2]  # behind the traceback
+            raise EngineError(f"a replica did not start: {reason[-600:]}") from None
         except BaseException:
             close()
             raise

@@ -92,4 +92,4 @@ class VerdictSettings:
         for name in ("baseline", "num_votes", "grade", "num_in_flight"):
             if self.judge is None and getattr(self, name) != getattr(type(self), name):
                 flag = name.removeprefix("num_").replace("_", "-")
-                raise SpecError(f"--{flag} requires --judge openai:model=NAME,url=ADDRESS, got {getattr(self, name)!r}")
+                raise SpecError(f"--{flag} requires --judge openai:model=NAME,url=ADDRESS")

@@ -18,7 +18,7 @@ class Promise:
 
     Args:
         max_drop: The loss to stay below, in (0, 0.99]: 0.01 is one point.
-        confidence: Confidence level of the guarantee, in [0.5, 1).
+        confidence: Confidence level of the guarantee, in [0.5, 0.999999].
         loss: net_drop (solved losslessly minus solved with the rule), or regression (solved losslessly, but not with
             the rule).
         max_growth: Growth of the mean answer length to stay below as well: 0.1 is a tenth longer. Default: not bounded.

@@ -119,7 +119,8 @@ class Bench(Command):
 
         results.write(self.out)
         if not results.arms:
-            screen.warn(f"interrupted before every arm had answered a problem; records kept in {self.out}")
+            kept = f"; records kept in {self.out}" if run.records else ""
+            screen.warn(f"interrupted before every arm had answered a problem{kept}")
             return INTERRUPTED
         show_results(results)
         if unread := next((record for record in run.records if record.unread and results.graded), None):

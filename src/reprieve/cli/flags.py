@@ -348,7 +348,8 @@ def _read_config(path: Path) -> dict[Any, Any]:
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ReprieveError(f"--config {str(path)!r} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(written, dict):
-        raise SpecError(f"--config {str(path)!r} must hold flags by name, got {type(written).__name__}")
+        kind = "nothing" if written is None else f"a {type(written).__name__}"
+        raise SpecError(f"--config {str(path)!r} must hold lines such as limit: 100, got {kind}")
     return written
 
 

@@ -79,13 +79,19 @@ class Generate(Command):
         require_choice("template", self.template, ("auto", "raw", "chat"))
         prompt_settings = self._prompt_settings
         require_draft_tokens(self.num_draft_tokens)
+        if self.trace and not self.json and self.out is None:
+            raise SpecError("--trace is written with the answer: it needs --json or --out")
         screen.require_file(self.out)
         params = SamplingParams(
             **vars(self.sampling), max_new_tokens=self.max_new_tokens, seed=self.seed, stop=self.stop
         )
-        text = sys.stdin.read() if self.prompt == "-" else self.prompt
+        text = sys.stdin.buffer.read().decode("utf-8", "surrogateescape") if self.prompt == "-" else self.prompt
         if not text.strip():
             raise SpecError(f"PROMPT must hold text, got {text!r}")
+        from reprieve.engine.text import is_unicode
+
+        if not is_unicode(text):
+            raise SpecError("PROMPT must be UTF-8 text, got bytes that are not")
         from reprieve.heads.length import draft_tokens_for
         from reprieve.rules import parse_rule
 
@@ -113,7 +119,7 @@ class Generate(Command):
             return 0
         shown.print()
         screen.warn(
-            f"{generation.num_tokens} tokens in {generation.num_rounds} rounds "
+            f"{generation.num_tokens} tokens in {generation.num_rounds} round{'s' * (generation.num_rounds > 1)} "
             f"({generation.tokens_per_round:.2f} per round), {generation.num_accepted} drafted and accepted, "
             f"{generation.num_rescued} of them rescued; {generation.seconds:.2f} s, ended by {generation.finish_reason}"
         )
@@ -132,8 +138,14 @@ class Generate(Command):
 
         if prompt_settings.chat_template:
             if not tokenizer.chat_template:
-                target = self.pair.target
-                raise SpecError(f"template must be auto or raw for {target!r}: its tokenizer has no chat template")
+                flag = (
+                    "--template chat"
+                    if self.template == "chat"
+                    else "--thinking"
+                    if self.thinking
+                    else "--system-prompt"
+                )
+                raise SpecError(f"{flag} needs a chat template, and the tokenizer of {self.pair.target!r} has none")
             return PromptFormat(tokenizer, prompt_settings).encode([{"role": "user", "content": text}])
         if self.template == "auto" and self.pair.bundle:
             return load_task(self.pair.bundle.task).wrap(text)

@@ -69,6 +69,9 @@ class LabelStats(Command):
     store: Path = field(metadata={"positional": True})
     top: int = 15
 
+    def __post_init__(self) -> None:
+        require_whole("top", self.top, 1)
+
     def run(self) -> int:
         screen.quiet_transformers()
         from rich import box

@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("serve:Serve", "serve an OpenAI-compatible API with rules per request, and a playground"),
     "bench": ("bench:Bench", "compare rules on a task: accuracy, speed, answer length"),
     "report": ("report:Report", "write one HTML page from runs and certificates"),
-    "monitor": ("certify:Monitor", "check a share of answers against lossless decoding while serving"),
+    "monitor": ("certify:Monitor", "check a share of answers against lossless decoding"),
     "quickstart": ("quickstart:Quickstart", "your pair and your data: mine, train, certify, report"),
     "certify": ("certify:Certify", "find the most lenient threshold whose loss is provably below a bound"),
     "mine autojudge": ("mine:MineAutoJudge", "label mismatches that change the answer (AutoJudge)"),

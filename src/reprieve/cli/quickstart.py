@@ -110,7 +110,8 @@ class Quickstart(Command):
     def __post_init__(self) -> None:
         require_choice("template", self.template, ("auto", "chat", "raw"))
         if (self.data is None) == (self.task is None):
-            raise SpecError("quickstart needs --data FILE.jsonl, or --task, and not both")
+            given = "both" if self.task else "neither"
+            raise SpecError(f"quickstart takes either --data FILE.jsonl or --task, got {given}")
         if self.engine.engine.startswith("openai"):
             raise SpecError("engine must start its servers here (vllm, ray): running ones lack the head to be trained")
         if self.engine.batched:

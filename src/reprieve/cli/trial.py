@@ -35,8 +35,8 @@ class Trial:
         """Say how fast the answers came, how long they are, and how many were read and right."""
         screen.say(
             f"speed: {self.num_tokens / self.seconds:.0f} tokens per second with lossless speculation at K = "
-            f"{self.num_draft_tokens}; answers of {self.num_tokens:.0f} tokens; of {self.num_answers} {self.num_read} "
-            f"could be read, {self.num_right} were right"
+            f"{self.num_draft_tokens}; answers of {self.num_tokens:.0f} tokens; "
+            f"{self.num_read} of {self.num_answers} could be read, {self.num_right} were right"
         )
         if self.num_cut_off:
             screen.warn(

@@ -9,7 +9,7 @@ import torch
 
 from reprieve.drafters.base import Drafter, DrafterSettings, register_drafter
 from reprieve.drafters.length import DraftLength, RoundLength
-from reprieve.errors import SpecError
+from reprieve.errors import SpecError, require_counts
 from reprieve.models.loading import ModelPair
 from reprieve.models.sampling import Sampler
 from reprieve.rules import Rule
@@ -33,6 +33,7 @@ class NgramSettings(DrafterSettings):
     min_ngram: int = 1
 
     def __post_init__(self) -> None:
+        require_counts(self, "max_ngram")
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise SpecError(f"min_ngram must be in [1, max_ngram = {self.max_ngram}], got {self.min_ngram}")
 

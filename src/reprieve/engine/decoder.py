@@ -6,6 +6,7 @@ Target-only decoding uses the same loop with a drafter that proposes nothing.
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -114,6 +115,8 @@ class _Answer(Answer):
 class SpeculativeDecoder:
     """Decoder for a target, a drafter and a rule. Batch size 1; it owns its caches and may share the models.
 
+    One answer at a time: give each thread a decoder of its own.
+
     Args:
         target: the model whose output is wanted.
         drafter: proposes blocks; None decodes with the target alone.
@@ -148,6 +151,7 @@ class SpeculativeDecoder:
         self.advisor = advisor
         self._num_token_ids = num_token_ids or int(target.model.config.get_text_config().vocab_size)
         self._require_inputs()
+        self._in_use = threading.Lock()
 
     def __repr__(self) -> str:
         name = self.target.model.config.name_or_path
@@ -205,7 +209,8 @@ class SpeculativeDecoder:
 
         Raises:
             ContextOverflowError: prompt and `max_new_tokens` exceed a model's positions.
-            SpecError: an empty prompt, a chat that the tokenizer has no template for, or a dial out of range.
+            SpecError: an empty prompt, a chat that the tokenizer has no template for, a dial out of range, or a decoder
+                that is generating an answer already.
             TypeError: `sampling` names no field of `SamplingParams`.
         """
         started = time.perf_counter()
@@ -219,9 +224,14 @@ class SpeculativeDecoder:
             prompt = chat_prompt(self.tokenizer, messages)
         prompt_ids = token_ids_of(self.tokenizer, prompt, self._num_token_ids)
         answer = _Answer(self, prompt_ids, params, on_token, dial=dial, trace=trace, timed=timed)
-        self._start(answer)
-        while answer.finish_reason is None:
-            self._round(answer)
+        if not self._in_use.acquire(blocking=False):
+            raise SpecError("this decoder is generating an answer already: give each thread a decoder of its own")
+        try:
+            self._start(answer)
+            while answer.finish_reason is None:
+                self._round(answer)
+        finally:
+            self._in_use.release()
         seconds = time.perf_counter() - started
         return answer.generation(seconds, seconds_by_part=answer.watch.seconds, trace=answer.trace)
 

@@ -62,6 +62,8 @@ class Pair(ModelPair):
         if not isinstance(rule, str | Rule):
             raise SpecError(f"rule must be a specification such as margin:delta=3, or a Rule, got {rule!r}")
         settings = DRAFTERS.make(drafter) if isinstance(drafter, str) else drafter
+        if not isinstance(settings, DrafterSettings):
+            raise SpecError(f"drafter must be a specification such as ngram, or DrafterSettings, got {drafter!r}")
         if rule in (TARGET_ONLY, DRAFT_ONLY):
             model = self.cached_target() if rule == TARGET_ONLY else self.cached_draft()
             return SpeculativeDecoder(model, None, self.tokenizer)
@@ -154,4 +156,7 @@ def load_pair(
         ReprieveError: a model that cannot be found or loaded.
         PairError: the two do not share a tokenizer.
     """
+    for name, value in (("target", target), ("draft", draft)):
+        if not isinstance(value, str | Path | None) or (value is None and name == "target"):
+            raise SpecError(f"{name} must be a hub id or a folder, got {value!r}")
     return Pair.load(target, draft, dtype=dtype, device=device, device_map=device_map)

@@ -21,8 +21,10 @@ def token_ids_of(tokenizer: Tokenizer, prompt: str | Sequence[int], num_token_id
     Raises:
         SpecError: neither text nor ids, no tokens, or an id out of range.
     """
-    if not isinstance(prompt, str | Sequence):
+    if not isinstance(prompt, str | Sequence) or isinstance(prompt, bytes):
         raise SpecError(f"prompt must be a text or token ids, got {prompt!r}")
+    if isinstance(prompt, str) and not is_unicode(prompt):
+        raise SpecError("prompt must be valid Unicode, got a text with half of a surrogate pair")
     token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     if not token_ids:
         raise SpecError("prompt must hold at least one token, got none")
@@ -30,6 +32,15 @@ def token_ids_of(tokenizer: Tokenizer, prompt: str | Sequence[int], num_token_id
         for token_id in token_ids:
             require_whole("a token id of the prompt", token_id, 0, num_token_ids - 1)
     return token_ids
+
+
+def is_unicode(text: str) -> bool:
+    """Return False for a text with half of a surrogate pair, which no tokenizer can encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:

@@ -217,8 +217,9 @@ class Artefact(ModelHubMixin):
         content = read_file(folder / WEIGHTS, f"{where}: the file")
         if not isinstance(config, dict):
             raise ReprieveError(f"{where}: {CONFIG} must be an object, got {type(config).__name__}")
-        if config.get("schema") != SCHEMA or config.get("kind") != cls.kind:
-            raise ReprieveError(f"{where} must be of kind {cls.kind} (schema {SCHEMA}), got {config.get('kind')!r}")
+        given = {name: config.get(name) for name in ("kind", "schema")}
+        if given != (expected := {"kind": cls.kind, "schema": SCHEMA}):
+            raise ReprieveError(f"{where}: {CONFIG} must have {expected}, got {given}")
         wanted = config.pop("sha256", None)
         if signature(config, content) != wanted:
             raise ReprieveError(f"{where}: {CONFIG} or {WEIGHTS} was changed after they were saved together")

@@ -67,7 +67,7 @@ def find_head(source: str | Path, **download: Any) -> Path:
         return Path(snapshot_download(str(source), allow_patterns=files, **download))
     except Exception as error:  # the hub raises many types: no network, no repository, no access
         reason = " ".join(str(error).split())
-        raise ReprieveError(f"head {str(source)!r} is no folder here, and the hub says: {reason}") from None
+        raise ReprieveError(f"head {str(source)!r} is not a folder here, and the hub says: {reason}") from None
 
 
 def kind_of(source: str | Path) -> str:
@@ -76,7 +76,10 @@ def kind_of(source: str | Path) -> str:
     Raises:
         ReprieveError: not found, or no kind in its configuration.
     """
-    kind = _kind(find_head(source) / CONFIG)
+    path = find_head(source) / CONFIG
+    if not path.is_file():
+        raise ReprieveError(f"head {str(source)!r} cannot be read: it has no {CONFIG}")
+    kind = _kind(path)
     if not isinstance(kind, str):
         raise ReprieveError(f"head {str(source)!r} cannot be read: its {CONFIG} names no kind")
     return kind

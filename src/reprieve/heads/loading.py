@@ -35,6 +35,8 @@ def load_head(source: str | Path, *, kind: str | None = None) -> Artefact | Fold
         SpecError: an unknown kind.
         ReprieveError: not found, of another kind, or tampered with.
     """
+    if not isinstance(source, str | Path):
+        raise SpecError(f"head must be a folder or a hub id, got {source!r}")
     folds = read_folds(source)
     wanted = HEADS.get(kind or kind_of(source if folds is None else fold_folder(source, 0)))
     if folds is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from reprieve.heads.folds import read_folds
 from reprieve.heads.loading import load_head
 
 _REPORT = "report.html"
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _GENERATE = "custom_generate/generate.py"
 # Read by transformers: `model.generate(custom_generate=REPOSITORY, trust_remote_code=True)` runs it.
 _GENERATE_FILES: Mapping[str, bytes] = {
@@ -59,8 +61,8 @@ class Repository:
             SpecError: not owner/name.
             ReprieveError: a folder without a head, or a certificate of another head.
         """
-        if name.count("/") != 1 or not all(name.split("/")):
-            raise SpecError(f"repo must be owner/name, got {name!r}")
+        if not _REPOSITORY.fullmatch(name):
+            raise SpecError(f"repo must be owner/name, of letters, digits, '-', '_' and '.', got {name!r}")
         head_folder = folder / "head" if (folder / "head").is_dir() else folder
         if not head_folder.is_dir():
             raise ReprieveError(

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from reprieve.files import parse_json
 from reprieve.policies.fields import FIELDS
 from reprieve.policies.policy import RequestError
 from reprieve.settings import MAX_STOP_LENGTH, SamplingParams
 
-Whole = Annotated[int, Field(strict=True)]  # true is no number
+Whole = Annotated[int, Field(strict=True)]
+Real = Annotated[float, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
 _MOST_ITEMS = 100_000  # of a prompt's token ids, and of the parts of all messages
 _MOST_MESSAGES = 4096
 _MOST_FIELDS = 64  # of a body, and of an object in it
 _MOST_NESTED = 32_768  # lists, objects and fields of a body: eight for each message
 
 
-def _no_boolean(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError(f"a number is wanted, got {value}")
-    return value
-
-
-Real = Annotated[float, BeforeValidator(_no_boolean)]
 TokenIds = Annotated[list[Whole], Field(max_length=_MOST_ITEMS, fail_fast=True)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 MAX_CHOICES = 128
@@ -41,12 +37,12 @@ class RequestBody(BaseModel):
     temperature: Annotated[Real, Field(ge=0, le=100)] | None = None
     top_p: Annotated[Real, Field(gt=0, le=1)] | None = None
     top_k: Annotated[Whole, Field(ge=-1)] | None = None
-    n: Annotated[int, Field(ge=1, le=16, strict=True)] = 1
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63, strict=True)] | None = None
+    n: Annotated[Whole, Field(ge=1, le=16)] = 1
+    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
-    stream: bool = False
-    stream_options: dict[Literal["include_usage"], bool] | None = None
-    ignore_eos: bool = False
+    stream: Flag = False
+    stream_options: dict[Literal["include_usage"], Flag] | None = None
+    ignore_eos: Flag = False
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: Literal[False] | None = None
@@ -60,7 +56,7 @@ class RequestBody(BaseModel):
     reprieve_threshold: Real | None = None
     reprieve_leniency: str | None = None
     reprieve_require: str | None = None
-    reprieve_provenance: bool = False
+    reprieve_provenance: Flag = False
 
     @model_validator(mode="before")
     @classmethod
@@ -113,8 +109,8 @@ class CompletionBody(RequestBody):
         | TokenIds
         | Annotated[list[TokenIds], Field(max_length=MAX_CHOICES)]
     )
-    max_tokens: Annotated[int, Field(ge=1, strict=True)] | None = 16
-    logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = None
+    max_tokens: Annotated[Whole, Field(ge=1)] | None = 16
+    logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     echo: Literal[False] | None = None
     suffix: None = None
     best_of: Literal[1] | None = None
@@ -164,7 +160,7 @@ class ChatBody(RequestBody):
     max_tokens: Annotated[Whole, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
     chat_template_kwargs: TemplateOptions | None = None
-    logprobs: bool | None = None
+    logprobs: Flag | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None
@@ -219,6 +215,26 @@ _SHAPES = {  # fields that accept several types: pydantic's error for one of the
 }
 
 
+_REASONS = {  # by pydantic's type of error; others keep pydantic's message
+    "missing": "is required",
+    "extra_forbidden": "is not a field of this request",
+    "none_required": "is not supported",
+    "literal_error": "must be {expected}",
+    "bool_type": "must be true or false",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "string_type": "must be a text",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "list_type": "must be a list",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be {ge} or more",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be {le} or less",
+    "too_long": "must hold at most {max_length} items",
+}
+
+
 def _field_error(error: Mapping[str, Any]) -> RequestError:
     """Convert an error of pydantic's to one that names the field."""
     where = [str(part)[:100] for part in error["loc"]]
@@ -228,8 +244,9 @@ def _field_error(error: Mapping[str, Any]) -> RequestError:
         return RequestError(where[0], f"{path}: {reason}") if where else RequestError(reason.split()[0], reason)
     if not where:
         return RequestError(None, "the body must be a JSON object")
-    if where[0] in _SHAPES and error["type"] != "missing":
+    kind, got = error["type"], error.get("input")
+    if where[0] in _SHAPES and kind not in ("missing", "extra_forbidden", "literal_error"):
         return RequestError(where[0], f"{where[0]} {_SHAPES[where[0]]}")
-    got = error.get("input")
-    shown = "" if isinstance(got, dict | list) or got is None else f", got {str(got)[:80]!r}"
-    return RequestError(where[0], f"{path}: {error['msg']}{shown}")
+    reason = f" {_REASONS[kind].format_map(error.get('ctx', {}))}" if kind in _REASONS else f": {error['msg']}"
+    shown = "" if isinstance(got, dict | list) else f", got {json.dumps(got)[:80]}"
+    return RequestError(where[0], f"{path}{reason}{shown}")

@@ -126,7 +126,7 @@ def require_free_port(settings: PlaygroundSettings) -> None:
             tried.bind((settings.host, settings.port))
     except (OSError, OverflowError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise SpecError(f"port {settings.port} of {settings.host} cannot be listened on: {reason}") from None
+        raise SpecError(f"cannot listen on port {settings.port} of {settings.host}: {reason}") from None
 
 
 def run(app: FastAPI, settings: PlaygroundSettings) -> None:

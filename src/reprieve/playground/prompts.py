@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from reprieve.engine.text import REPLACEMENT
+from reprieve.engine.text import REPLACEMENT, is_unicode
 from reprieve.errors import SpecError
 from reprieve.policies.policy import RequestError
 from reprieve.settings import PromptSettings
@@ -91,7 +91,8 @@ class Prompts:
         if len(messages) != 1 or messages[0][0] != "user":
             raise RequestError(
                 "messages",
-                f"messages: this model has no chat template and takes one user message, got {len(messages)} messages",
+                "messages: this model has no chat template and takes one message with the role user, got the roles "
+                + ", ".join(role for role, _ in messages),
             )
         return self.plain(self._wrap(messages[0][1]))
 
@@ -137,10 +138,8 @@ class Prompts:
         if len(text) > self._max_characters:
             most, got = f"{self._max_tokens} tokens", f"{len(text)} characters"
             raise RequestError(field, f"{field} must hold at most {most}, got {got}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(field, f"{field} must be valid Unicode, got {text[error.start]!r}") from None
+        if not is_unicode(text):
+            raise RequestError(field, f"{field} must be valid Unicode, got a text with half of a surrogate pair")
 
     def visible(self, token_ids: list[int]) -> str:
         """Token ids to text as answers hold it, without special tokens."""

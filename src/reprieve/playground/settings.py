@@ -54,12 +54,14 @@ class PlaygroundSettings:
 
     def __post_init__(self) -> None:
         require_draft_tokens(self.num_draft_tokens)
-        for name, most in (("timeout", 1e6), ("grace", 1e6), ("max_tokens", 1e9), ("max_body_bytes", 1e10)):
-            require_range(name, getattr(self, name), 0, most, low_open=True)
+        for name in ("timeout", "grace"):
+            require_range(name, getattr(self, name), 0, 1e6, low_open=True)
+        require_whole("max_tokens", self.max_tokens, 1, 10**9)
+        require_whole("max_body_bytes", self.max_body_bytes, 1, 10**10)
         _ = self.prompt_settings  # refuses a thinking that is neither on nor off
         key = self.api_key
         if key is not None and not (key.isascii() and key.isprintable() and key.strip()):
-            raise SpecError("api_key must be of printable ASCII characters: a header can hold no others")
+            raise SpecError("api_key must be of printable ASCII characters, and not only of spaces")
         if not 0 <= self.port < 65536:
             raise SpecError(f"port must be in [0, 65535], got {self.port}")
         require_whole("max_waiting", self.max_waiting, 1, 1_000_000)

@@ -115,7 +115,7 @@ class Policy:
         if unknown := settings.keys() - set(_KEYS):
             names = ", ".join(sorted(map(str, unknown)))
             raise SpecError(
-                f"a policy takes {', '.join(_KEYS)}, got {names}; a policy file also takes rules and strict_only"
+                f"a policy takes {', '.join(_KEYS)}, got {names}; a file for vLLM also takes rules and strict_only"
             )
         if not isinstance(settings.get("rule"), str):
             raise SpecError(f"the configuration needs rule, a specification such as margin:delta=2, got {settings!r}")

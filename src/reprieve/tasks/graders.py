@@ -140,7 +140,7 @@ class RegexGrader(ExactGrader):
         try:
             re.compile(self.pattern)
         except re.error as error:
-            raise SpecError(f"grader regex: {self.pattern!r} is no pattern: {error}") from None
+            raise SpecError(f"grader regex: {self.pattern!r} is not a pattern: {error}") from None
         if not self.pattern:
             raise SpecError("grader regex: needs a pattern, got an empty one")
 
@@ -229,7 +229,7 @@ def _function(source: str) -> Callable[..., Any]:
     if not path or not name:
         raise SpecError(f"grader python: is written python:FILE.py:FUNCTION, got {source!r}")
     if not Path(path).is_file():
-        raise SpecError(f"grader python: {path!r} is no file")
+        raise SpecError(f"grader python: {path!r} is not a file")
     spec = importlib.util.spec_from_file_location(f"reprieve_grader_{abs(hash(path))}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

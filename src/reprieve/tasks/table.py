@@ -262,7 +262,7 @@ def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
             row = parse_json(line)
             json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise ReprieveError(f"{path}, line {number}: holds half of a surrogate pair, which is no text") from None
+            raise ReprieveError(f"{path}, line {number}: holds half of a surrogate pair, which is not text") from None
         except ValueError as error:
             raise ReprieveError(f"{path}, line {number}: not JSON ({error})") from None
         if not isinstance(row, dict):
