@@ -37,7 +37,7 @@ class Recorder:
 
     def __init__(self, monkeypatch):
         self.rounds = []
-        self.budgets = []  # what was left of each answer's risk budget after each round
+        self.budgets = []  # what was spent of each answer's risk budget after each round
         self.blocks = []
         evidence_of, accept = SpeculativeDecoder._evidence, engine.accept
         monkeypatch.setattr(SpeculativeDecoder, "_evidence", self.evidence(evidence_of))
@@ -59,7 +59,7 @@ class Recorder:
             self.rounds[-1].append((block, evidence, verification, outcome, context))
             del self.budgets[len(self.rounds) :]
             self.budgets += [[] for _ in range(len(self.rounds) - len(self.budgets))]
-            self.budgets[-1].append(more["budget"].left if more.get("budget") else None)
+            self.budgets[-1].append(more["budget"].spent if more.get("budget") else None)
             return outcome
 
         return wrapped

@@ -99,7 +99,10 @@ class Batch:
             seq_lens_upper_bound_np=np.full(len(numbers), 200),
         )
 
-    def verify(self, processor, *, temperatures, draft_logits=None, chunks=(slice(None),), states=None, raw=None):
+    def verify(
+        self, processor, *, temperatures, draft_logits=None, chunks=(slice(None),), states=None, raw=None, forced=None,
+        names=None,
+    ):  # fmt: skip
         """Run the processor and vLLM's rejection sampler chunk by chunk; return the tokens of each request."""
         from vllm.v1.worker.gpu.spec_decode import rejection_sampler as module
 
@@ -107,7 +110,7 @@ class Batch:
         from reprieve.vllm_plugin.v2.runner import patch_rejection
 
         patch_rejection(processor)
-        names = [f"request {slot}" for slot in range(len(self.blocks))]
+        names = names or [f"request {slot}" for slot in range(len(self.blocks))]
         processor.round = V2Round(names, self.num_rows, states, draft_logits, self.seeds)
         outputs = []
         for requests in chunks:
@@ -119,6 +122,9 @@ class Batch:
                 logits = processor.apply(logits, context)  # otherwise vLLM does not call it
             heat = temperatures[self.row_slots[rows].long()].unsqueeze(-1)
             logits = logits / torch.where(heat == 0, 1.0, heat)
+            logits = processor._states.apply_top_k_top_p(logits, context.expanded_idx_mapping, context.idx_mapping_np)
+            if forced is not None:
+                logits[:, forced] = 1e9
             first = range(len(self.blocks))[requests][0]
             sampled, num = module.rejection_sample(
                 logits,
@@ -176,7 +182,7 @@ def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypa
             admit(processor, slot, params_of(temperature))
         if number:  # budgets go on from round to round
             for slot, place in enumerate(answers):
-                processor._slots[slot].budget.left = recorder.budgets[place][number - 1]
+                processor._slots[slot].budget.spent = recorder.budgets[place][number - 1]
         hidden = [v.hidden for _, _, v, _, _ in made]
         states = torch.cat([item[-1] for item in hidden]) if hidden[0] else None
 
@@ -243,7 +249,7 @@ def test_several_rules_and_thresholds_in_one_batch_each_equal_their_pure_run():
     mixed = batch.verify(processor, temperatures=torch.zeros(8))
     chunks = [slice(0, 3), slice(3, 4), slice(4, 8)]
     for slot in range(8):
-        processor._slots[slot].budget.left = 4.0
+        processor._slots[slot].budget.spent = 0.0
     assert batch.verify(processor, temperatures=torch.zeros(8), chunks=chunks) == mixed, "in chunks"
     for slot, asked in enumerate(wishes):
         alone = hooks_of(WorkerRules(Menu.load(rules)))
@@ -266,6 +272,51 @@ def test_greedy_and_sampling_requests_of_one_rule_share_a_batch():
             off = None if place == slot else {"reprieve_rule": "off"}
             admit(alone, place, params_of(float(heat[place]), off, top_k=5 if place == 3 else 0))
         assert batch.verify(alone, temperatures=heat)[slot] == mixed[slot]
+
+
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 3}, {"top_p": 0.5}])
+def test_the_lossless_check_is_vllms_own(truncation):
+    """vLLM draws and judges drafts without top-k and top-p, also where another rule reads truncated ones."""
+    num, heat = 200, 0.9
+    draw = torch.Generator().manual_seed(SEED)
+    target, draft = 1.5 * torch.randn(num, V, generator=draw), 1.5 * torch.randn(num, V, generator=draw)
+    ids = torch.multinomial((draft / heat).softmax(-1), 1, generator=draw).tolist()
+    batch = Batch(ids, [row.expand(2, V) for row in target], seeds=torch.randint(2**40, (num,), generator=draw))
+    numbers = {}
+    for rule in ("off", "margin"):
+        processor = hooks_of(WorkerRules(Menu.load({"rules": ["margin:delta=0", "fuzzy:threshold=0.1"]})), slots=num)
+        for slot in range(num):
+            admit(processor, slot, params_of(heat, {"reprieve_rule": rule}, **truncation))
+        heats = torch.full((num,), heat)
+        outputs = batch.verify(processor, temperatures=heats, draft_logits=draft[:, None].contiguous())
+        numbers[rule] = [len(output) for output in outputs]
+        assert processor.rules.failures == 0
+    assert numbers["margin"] == numbers["off"]
+    assert [1 + int(flag) for flag in batch.decided.decisions.lossless[::2]] == numbers["off"]
+
+
+@pytest.mark.parametrize("spec", ["margin:delta=9", "cascade:kind=tok,alpha=0.95"])
+def test_a_token_that_vllm_forces_stays_forced(spec):
+    """As when a thinking budget is spent: vLLM sets its logit to 1e9 after all processors."""
+    logits = torch.tensor([3.0, 2.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]).expand(2, V)
+    processor = hooks_of(WorkerRules(Menu.load(spec)))
+    for slot in range(20):
+        admit(processor, slot, params_of(1.0))
+    draft_logits = logits[:1].expand(64, 1, V).contiguous()
+    batch = Batch([[1]] * 20, [logits] * 20)
+    outputs = batch.verify(processor, temperatures=torch.ones(64), draft_logits=draft_logits, forced=6)
+    assert [output[0] for output in outputs] == [6] * 20 and processor.rules.failures == 0
+
+
+def test_rounds_of_vllms_warm_up_are_not_counted():
+    batch = random_batch(3)
+    processor = hooks_of(WorkerRules(Menu.load("margin:delta=9")))
+    for slot in range(3):
+        admit(processor, slot, params_of())
+    names = ["_warmup_0_", "_v2_mixed_warmup_1_", "request 2"]
+    batch.verify(processor, temperatures=torch.zeros(3), names=names)
+    assert {found.request_id for found in processor.rules.counter.take_rounds()} == {"request 2"}
+    assert processor.rules.counter.take_marks().keys() == {"request 2"}
 
 
 def test_a_span_is_followed_on_the_device():

@@ -150,6 +150,18 @@ def test_limits_count_what_the_walk_rescues():
     assert decide([item], batch).accept.tolist() == [True, False, False, False]
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_limits_do_not_depend_on_the_order_of_a_batch(order):
+    """One request sets a budget, the other has the operator's, which is unlimited."""
+    scores = torch.zeros(6, V)
+    scores[:, 0] = 1.0
+    batch = batch_of(3, 3, scores=scores, logits=scores, token_ids=torch.full((6,), 3))
+    rule = parse_rule("asd:regret=2,per_block=none,budget=inf")
+    items = [row(rule.with_dial(1.0), 3), row(rule, 3)]
+    accepted = decide([items[index] for index in order], batch).accept.view(2, 3).sum(-1).tolist()
+    assert [accepted[order.index(index)] for index in range(2)] == [1, 3]
+
+
 def request(name, num_drafted=2, asked=None):
     return RoundRequest(name, num_drafted, True, lambda: asked)
 
@@ -171,12 +183,25 @@ def test_drafts_are_trusted_only_after_the_drafter_made_them():
 def test_a_request_keeps_its_budget_and_is_forgotten_when_it_ends():
     rules = WorkerRules(Menu.load("asd"))
     rules.note_drafts(["a"], None)
-    rules.rows([request("a")])[0].budget.left = 1.25
+    rules.rows([request("a")])[0].budget.spent = 2.75
     assert rules.rows([request("a")])[0].budget.left == 1.25
     for number in range(40):
         rules.rows([request(str(number))])
     rules.forget_all_but({"a": None})
     assert rules.rows([request("a")])[0].budget.left == 1.25 and len(rules._known) == 1
+
+
+def test_a_budget_follows_the_rule_that_the_load_puts_in_force():
+    source = {"rule": "asd:regret=5,per_block=none,budget=4", "default": "strict", "by_load": {"2": 1.5, "3": 1.0}}
+    rules = WorkerRules(Menu.load(source))
+    requests = [request(name) for name in "abc"]
+    rules.note_drafts(["a", "b", "c"], None)
+    assert rules.rows(requests[:1])[0].strict
+    item = rules.rows(requests[:2])[0]
+    assert item.budget.left == 1.5
+    item.budget.spent = 1.25
+    assert rules.rows(requests[:2])[0].budget.left == 0.25
+    assert rules.rows(requests)[0].budget.left == -0.25, "what was spent under a looser rule counts"
 
 
 def test_a_bad_request_in_a_worker_is_served_losslessly(caplog):
@@ -206,6 +231,7 @@ def vllm_config(*, v2=False, spec=None, model=None, parallel=None, async_schedul
         "rejection_sample_method": "standard",
         "draft_sample_method": "probabilistic",
         "use_heterogeneous_vocab": False,
+        "parallel_drafting": False,
     }
     size = {"get_hidden_size": lambda: 256, "logprobs_mode": "raw_logprobs"}
     return SimpleNamespace(
@@ -233,6 +259,7 @@ JUDGE = "judge:path=reprieve/arithmetic-judge"
         ("fuzzy", {"spec": {"method": "ngram"}}, "draft probabilities, which method 'ngram'"),
         ("fuzzy", {"v2": True, "spec": {"method": "ngram_gpu"}}, "draft probabilities, which method 'ngram_gpu'"),
         ("cascade", {"spec": {"use_heterogeneous_vocab": True}}, "use_heterogeneous_vocab"),
+        ("fuzzy", {"spec": {"parallel_drafting": True}}, "unset it, or use the V2"),
         (SPAN, {"async_scheduling": True}, "--no-async-scheduling"),
         ("lossless:verification=exact", {}, "cannot be offered"),
         (JUDGE, {"model": {"get_hidden_size": lambda: 4096}}, "reads .* features, this target gives"),

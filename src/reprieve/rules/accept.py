@@ -20,21 +20,31 @@ from reprieve.types import ROOT, Block, Evidence, Outcome, Provenance
 
 @dataclass
 class RiskBudget:
-    """Remaining risk budget of one answer; in a batch, it moves to the device on first use."""
+    """Risk that an answer may spend on rescues, and what it has spent; in a batch, that lies on the device."""
 
-    left: float | Tensor = math.inf
+    limit: float = math.inf
+    spent: float | Tensor = 0.0
 
     @classmethod
     def of(cls, rule: Rule) -> RiskBudget:
         """Return the rule's budget for a whole answer."""
+        budget = cls()
+        budget.follow(rule)
+        return budget
+
+    def follow(self, rule: Rule) -> None:
+        """Take the limit of the rule that is in force; what was spent remains."""
         budget = None if rule.limits is None else rule.limits.budget
-        return cls(math.inf if budget is None else budget)
+        self.limit = math.inf if budget is None else budget
+
+    @property
+    def left(self) -> float | Tensor:
+        return self.limit - self.spent
 
     def on(self, device: torch.device) -> Tensor:
         """Return the remaining budget on the device: [], float64."""
-        if isinstance(self.left, Tensor):
-            return self.left
-        return torch.full((), self.left, dtype=torch.float64, device=device)
+        left = self.left
+        return left if isinstance(left, Tensor) else torch.full((), left, dtype=torch.float64, device=device)
 
 
 def accept(
@@ -124,5 +134,5 @@ class _Walk:
             return None
         self.rescues_left -= 1
         # Negative and infinite risks (typical, any_of) cost nothing: budgets belong to rules with risk >= 0.
-        self.budget.left -= max(0.0, self.risks[best])
+        self.budget.spent += max(0.0, self.risks[best])
         return best

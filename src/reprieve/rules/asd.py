@@ -50,9 +50,9 @@ class AsdRule(Rule):
         return self.budget
 
     @property
-    def limits(self) -> Limits | None:
-        budget = None if math.isinf(self.budget) else self.budget
-        return None if self.per_block is None and budget is None else Limits(self.per_block, budget)
+    def limits(self) -> Limits:
+        # Also without a limit of its own: other requests of a batch may have set one.
+        return Limits(self.per_block, None if math.isinf(self.budget) else self.budget)
 
     def risk(self, evidence: Evidence) -> Tensor:
         """Logit of the target's best token minus the drafted token's, nats."""

@@ -201,8 +201,8 @@ def _within_limits(
     allowed &= by_block(rescued)
     path = (allowed | by_block(lossless)).cumprod(-1)
     spent = (cost * allowed * path).sum(-1)
-    for budget, rest in zip(budgets, (left - spent).unbind(), strict=True):
-        budget.left = rest
+    for budget, cost_of_answer in zip(budgets, spent.unbind(), strict=True):
+        budget.spent = budget.spent + cost_of_answer
     return allowed[rows, columns]
 
 

@@ -151,6 +151,11 @@ def _require_inputs(rule: Rule, vllm_config: Any) -> None:
         keeps = could and spec.draft_sample_method == "probabilistic"
         if runner == "v1":
             keeps = spec.method in ("draft_model", "eagle", "eagle3", "mtp")
+            if getattr(spec, "parallel_drafting", False):  # all distributions of a block come at once
+                raise SpecError(
+                    f"rule {rule.spec} needs draft probabilities, which the V1 model runner does not give one by one "
+                    "with parallel_drafting: unset it, or use the V2 model runner"
+                )
         if not keeps:
             add = ' (on the V2 model runner: add "draft_sample_method": "probabilistic")'
             raise SpecError(

@@ -116,6 +116,7 @@ class WorkerRules:
         for request in requests:
             known = self.known(request.request_id, request.settings)
             rule = self.rule_of(known.choice, len(requests))
+            known.budget.follow(rule)
             trusted = self._drafted.get(request.request_id, False)
             if Need.DRAFT_PROBS in rule.traits.needs:
                 trusted = trusted and request.request_id in self._draft_probs

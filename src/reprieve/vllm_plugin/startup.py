@@ -5,11 +5,14 @@ No kernel is replaced: see `v1.sampler` and `v2.processor`. `probing` lists the 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from reprieve.errors import ReprieveError
@@ -23,6 +26,9 @@ from reprieve.vllm_plugin.rounds import WorkerRules, request_settings
 from reprieve.vllm_plugin.selftest import require_last_states, require_works
 
 logger = logging.getLogger("vllm.reprieve")
+
+_FRESH_S = 5.0  # of a status: a question to the workers makes the engine finish the steps in progress
+_PATIENCE_S = 10.0  # of a health check; a slow step is not a failure
 
 
 def register() -> None:
@@ -195,13 +201,33 @@ def _install_in_workers(engine: Any, vllm_config: Any) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _StatusQuestion:
+    """A question to all workers for their status, which several health checks share."""
+
+    answer: asyncio.Future[Any]
+    asked: float = field(default_factory=time.monotonic)
+
+
 async def _require_healthy(engine: Any) -> None:
+    """Refuse health to an engine whose workers do not apply the rules.
+
+    The workers are asked without a timeout: one that expires in vLLM's executor leaves the reply in its queue, and the
+    next step would take it for its own.
+    """
     if _menu(engine.vllm_config) is None:
         return
     from vllm.v1.engine.exceptions import EngineDeadError
 
+    question = getattr(engine, "reprieve_question", None)
+    if question is None or (question.answer.done() and time.monotonic() - question.asked > _FRESH_S):
+        question = _StatusQuestion(asyncio.ensure_future(engine.collective_rpc("reprieve_status")))
+        engine.reprieve_question = question
+    await asyncio.wait({question.answer}, timeout=_PATIENCE_S)
+    if not question.answer.done():
+        return
     try:
-        require_healthy(await engine.collective_rpc("reprieve_status", timeout=10))
+        require_healthy(question.answer.result())
     except Exception as error:
         logger.error("unhealthy: %s", error)
         raise EngineDeadError from error

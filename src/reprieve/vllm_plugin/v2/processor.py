@@ -27,6 +27,7 @@ from reprieve.vllm_plugin.v2.round import V2Round
 
 # How far an accepted token is raised above the best: enough at any temperature up to 100, and finite at any above 0.
 LIFT = 1e4
+_WARM_UP = ("_warmup_", "_v2_mixed_warmup")  # ids of vLLM's own requests at start, whose rounds do not count
 
 
 @dataclass
@@ -112,12 +113,15 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
             RiskBudget() if rule is None else self._slots[slot].budget
             for slot, rule in zip(slots, in_force, strict=True)
         ]
+        for budget, rule in zip(budgets, in_force, strict=True):
+            if rule is not None:
+                budget.follow(rule)
         for name, rule in rules.items():
             mine = [slot for slot, other in zip(slots, names, strict=True) if other == name]
             decide_together(rule, self._token_settings(name, mine, ctx), budgets, batch, decisions)
         request_ids = current.request_ids[current.requests]
         labels = [
-            "" if rule is None else self.rules.counter.mark(request_id, name, rule)
+            "" if rule is None or request_id.startswith(_WARM_UP) else self.rules.counter.mark(request_id, name, rule)
             for request_id, name, rule in zip(request_ids, names, in_force, strict=True)
         ]
         num_drafted = [int(count) - 1 for count in current.num_rows[current.requests]]
@@ -184,7 +188,8 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
             given["parent_hidden"] = {-1: current.hidden()}
         if Need.CONTEXT in needs:
             states, requests = self.runner.req_states, ctx.idx_mapping.long()
-            given["context"] = Context(states.all_token_ids.gpu[requests], states.total_len.gpu[requests].long())
+            token_ids_of_texts = states.all_token_ids.gpu[requests, : current.longest]
+            given["context"] = Context(token_ids_of_texts, states.total_len.gpu[requests].long())
         if Need.ANSWER_POSITIONS in needs:
             prompts = self.runner.req_states.prompt_len.gpu[ctx.expanded_idx_mapping.long()]
             given["answer_positions"] = ctx.pos.long() + 1 - prompts
@@ -208,19 +213,21 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
         draft = current.draft_scores(ctx)
         if draft is None:
             return {}
-        shaped = self._shaped(draft, ctx, truncated=Need.DRAFT_PROBS in self.rules.menu.needs)
-        given = {"draft_scores": shaped}
-        if sampling:
-            given["proposal_probs"] = (gather_token(shaped, token_ids) - shaped.logsumexp(-1)).exp()
-        return given
+        scores = draft
+        self._states.apply_temperature(scores, ctx.expanded_idx_mapping, ctx.idx_mapping_np)
+        given = {}
+        if sampling:  # vLLM draws and judges drafts without top-k and top-p
+            given["proposal_probs"] = (gather_token(scores, token_ids) - scores.logsumexp(-1)).exp()
+        if Need.DRAFT_PROBS in self.rules.menu.needs:
+            scores = self._states.apply_top_k_top_p(scores, ctx.expanded_idx_mapping, ctx.idx_mapping_np)
+        return {"draft_scores": scores, **given}
 
-    def _shaped(self, logits: Tensor, ctx: LogitsContext, *, truncated: bool = True) -> Tensor:
-        """Return a copy with temperature and, if `truncated`, top-k and top-p applied as vLLM does; raw if greedy."""
+    def _shaped(self, logits: Tensor, ctx: LogitsContext) -> Tensor:
+        """Return a copy with temperature, top-k and top-p applied as vLLM does; raw if greedy."""
         scores = logits.float().clone()
         self._states.apply_temperature(scores, ctx.expanded_idx_mapping, ctx.idx_mapping_np)
-        if truncated:
-            scores = self._states.apply_top_k_top_p(scores, ctx.expanded_idx_mapping, ctx.idx_mapping_np)
-        return scores
+        shaped: Tensor = self._states.apply_top_k_top_p(scores, ctx.expanded_idx_mapping, ctx.idx_mapping_np)
+        return shaped
 
 
 def judged_ids(ctx: LogitsContext) -> Tensor:

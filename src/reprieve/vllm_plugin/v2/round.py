@@ -24,6 +24,7 @@ class V2Round:
     states: Tensor | None  # [rows, D], the target's hidden states
     draft_logits: Tensor | None  # [slots, K, V], before temperature
     seeds: Tensor  # [slots]
+    longest: int | None = None  # upper bound of the texts' lengths in tokens
     raw_logits: Tensor | None = field(default=None, init=False)  # [N, V] of the chunk, before any processor
     requests: slice = field(default_factory=lambda: slice(0, 0), init=False)  # of the chunk
     rows: slice = field(default_factory=lambda: slice(0, 0), init=False)  # of the chunk

@@ -25,6 +25,7 @@ from reprieve.vllm_plugin.selftest import ASKED, DRAFTED, OWN, certain_logits
 from reprieve.vllm_plugin.v2.processor import Chunk, RuleProcessor
 from reprieve.vllm_plugin.v2.round import V2Round, uniforms_of
 
+_FORCED = 1e8  # logits that vLLM sets to force a token, when a thinking budget is spent, are above
 _POSITIONS = range(5, 21)  # of the self-test; 16 draws agree by chance once in 65,536 servers
 
 
@@ -60,6 +61,7 @@ class Hooks:
         @functools.wraps(sample_tokens)
         def sample_round(*args: Any, **kwargs: Any) -> Any:
             state = runner.execute_model_state
+            patch_rejection(self.processor)
             if state is not None:
                 self._begin(state.hidden_states, state.input_batch)
             try:
@@ -76,7 +78,6 @@ class Hooks:
 
         runner.sample_tokens, runner.finish_requests = sample_round, finish_requests
         self._watch_chunks(runner.sampler)
-        patch_rejection(self.processor)
 
     def try_out(self, size: int) -> list[tuple[int, int]]:
         """Return the self-test's token pairs: one token from a request with the rule, one from a request without.
@@ -86,6 +87,7 @@ class Hooks:
         Raises:
             ReprieveError: vLLM's accept decisions use other random numbers than `uniforms_of` returns.
         """
+        patch_rejection(self.processor)
         try:
             _require_known_draws(self, size)
             return [
@@ -101,12 +103,14 @@ class Hooks:
             return
         needs = self.rules.menu.needs
         reads_states = {Need.NODE_HIDDEN, Need.PARENT_HIDDEN} & needs
+        lengths = getattr(input_batch, "seq_lens_cpu_upper_bound", None)
         self.processor.round = V2Round(
             request_ids=list(input_batch.req_ids),
             num_rows=np.diff(input_batch.cu_num_logits_np),
             states=hidden_states[input_batch.logits_indices] if reads_states else None,
             draft_logits=getattr(self.runner.speculator, "draft_logits", None),
             seeds=self.runner.sampler.sampling_states.seeds.gpu,
+            longest=None if lengths is None else int(lengths.max()),
         )
 
     def _end(self) -> None:
@@ -149,7 +153,10 @@ def _when_ready(output: Any, then: Callable[[Any], None]) -> None:
 
 
 def patch_rejection(processor: RuleProcessor) -> None:
-    """Wrap vLLM's `rejection_sample`, once per process; the wrapper uses the processor passed last."""
+    """Wrap vLLM's `rejection_sample`, once per process; the wrapper uses the processor passed last.
+
+    Every round passes its own, because one process can hold several engines.
+    """
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler as module
 
     if hasattr(module.rejection_sample, "__wrapped__"):
@@ -180,7 +187,8 @@ def _refused(chunk: Chunk, target_logits: Tensor, draft_sampled: Tensor) -> tupl
     """Return vLLM's inputs, changed where a rule refuses a token or verifies against another distribution."""
     decisions = chunk.decisions
     if decisions.scores is not None:
-        target_logits = torch.where(decisions.relaxed.unsqueeze(-1), decisions.scores, target_logits)
+        relaxed = decisions.relaxed & (target_logits.amax(-1) < _FORCED)
+        target_logits = torch.where(relaxed.unsqueeze(-1), decisions.scores, target_logits)
     refused = torch.zeros_like(decisions.refuse)
     refused[1:] = decisions.refuse[:-1]  # row r judges what row r + 1 was fed
     return target_logits, draft_sampled.masked_fill(refused, -1)
