@@ -169,3 +169,10 @@ def test_a_small_file_takes_little_memory_whatever_its_limit(tmp_path):
         assert tracemalloc.get_traced_memory()[1] < 1 << 26
     finally:
         tracemalloc.stop()
+
+
+def test_a_key_that_is_given_twice_is_refused(tmp_path):
+    path = tmp_path / "policy.json"
+    path.write_text('{"rule": "margin:delta=1", "fast": 2, "rule": "judge"}')
+    with pytest.raises(ReprieveError, match="the key 'rule' is given twice"):
+        read_json(path, "the configuration")

@@ -65,16 +65,26 @@ def is_running(process: int) -> bool:
     return True
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
     """Parse a JSON text.
+
+    Args:
+        unique: refuse objects with a key twice, of which JSON takes the last.
 
     Raises:
         ValueError: the text is not JSON, is nested too deeply, or contains a number with thousands of digits.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_unique if unique else None)
     except RecursionError:
         raise ValueError("it nests too deep") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
+    return dict(pairs)
 
 
 def read_file(path: str | Path, what: str, *, most: int = _LARGEST) -> bytes:
@@ -109,11 +119,11 @@ def read_json(path: str | Path, what: str) -> Any:
     """Read a JSON file; all JSON files are read by this function.
 
     Raises:
-        ReprieveError: see `read_file`; it is not UTF-8, or not JSON (`parse_json`).
+        ReprieveError: see `read_file`; it is not UTF-8, not JSON (`parse_json`), or has an object with a key twice.
     """
     content = read_file(path, what)
     try:
-        return parse_json(content.decode("utf-8-sig"))
+        return parse_json(content.decode("utf-8-sig"), unique=True)
     except ValueError as error:
         raise ReprieveError(f"{what} {str(path)!r} cannot be read: {error}") from None
 
