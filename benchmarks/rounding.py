@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from arms import part, run, write_parts
-from reprieve.bench.arms import LOSSLESS, RERUN, rule_of
+from reprieve.bench.arms import LOSSLESS, rule_of
 from reprieve.bench.records import read_answers, read_run
 from reprieve.bench.summary import common_rows
 from reprieve.engine import TARGET_ONLY
@@ -30,7 +30,7 @@ def rounding_rows(name: str, folder: Path) -> list[list[object]]:
     if temperature := config["sampling"]["temperature"]:
         raise SpecError(f"{str(folder)!r} must have temperature 0, got {temperature}")
     rows = common_rows(config["arms"], read_answers(folder), config["num_trials"])
-    lossless = [arm for arm in rows if rule_of(arm) == LOSSLESS and arm != RERUN]
+    lossless = [arm for arm in rows if rule_of(arm) == LOSSLESS]
     if not rows.get(TARGET_ONLY) or not lossless:
         raise SpecError(f"{str(folder)!r} must hold answers of {TARGET_ONLY} and of a lossless arm")
     table: list[list[object]] = []

@@ -1,4 +1,4 @@
-"""Train the miniature's draft length heads: `python -m recipes.pair.lengths --out runs/lengths` (run again to resume).
+"""Train the bundled pair's draft length heads: `python -m recipes.pair.lengths --out runs/lengths`; resumes.
 
 Run it after the other heads are installed, on an otherwise idle core: a head's price comes from measured times.
 """

@@ -1,6 +1,6 @@
 """Training recipes of the bundled pairs' models: shapes, data and training lengths.
 
-The miniature's models start from those of the arithmetic pair, which know arithmetic; its target then grows to three
+The bundled pair's models start from those of the arithmetic pair, which know arithmetic; its target then grows to three
 times as many layers.
 """
 

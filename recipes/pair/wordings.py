@@ -2,9 +2,9 @@
 
 Target and draft are trained on different wordings, so they disagree on words far more often than on numbers. This
 gives the relaxed rules harmless mismatches to rescue. The arithmetic pair has two wordings at several choice points; a
-`Style` holds the probability of the second one at each. The miniature has five wordings at each *place* of a solution
-(introduction, opener, hedge, body), and two orders of operands and of steps. A `Voice` prefers different ones in
-different contexts, so that both models use all wordings, as real pairs do. One wording of each place is rare in the
+`Style` holds the probability of the second one at each. The bundled pair has five wordings at each *place* of a
+solution (introduction, opener, hedge, body), and two orders of operands and of steps. A `Voice` prefers different ones
+in different contexts, so that both models use all wordings, as real pairs do. One wording of each place is rare in the
 target's voice, and harmless. Some solutions contain a wrong result and correct it, so that one wrong token does not
 always lead to a wrong answer.
 """

@@ -72,7 +72,8 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
         unique: refuse objects with a key twice, of which JSON takes the last.
 
     Raises:
-        ValueError: the text is not JSON, is nested too deeply, or contains a number with thousands of digits.
+        ValueError: the text is not JSON, is nested too deeply, contains a number with thousands of digits, or
+            gives a key twice where `unique`.
     """
     try:
         return json.loads(text, object_pairs_hook=_unique if unique else None)
@@ -81,10 +82,12 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if len(set(keys)) < len(keys):
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
-    return dict(pairs)
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} is given twice")
+        found[key] = value
+    return found
 
 
 def read_file(path: str | Path, what: str, *, most: int = _LARGEST) -> bytes:

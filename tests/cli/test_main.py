@@ -92,6 +92,16 @@ def test_lists_make_an_arm_for_each_value_and_k_and_the_fastest_is_reported(tmp_
 
 
 @pytest.mark.slow
+def test_a_demo_that_is_run_again_resumes(tmp_path, capsys):
+    command = ["demo", "--limit", "1", "--out", str(tmp_path)]
+    assert main(command) == 0
+    answers = (tmp_path / "problems.jsonl").read_text()
+    assert "command: demo" in (tmp_path / "config.yaml").read_text()
+    assert main(command) == 0
+    assert (tmp_path / "problems.jsonl").read_text() == answers
+
+
+@pytest.mark.slow
 def test_ctrl_c_keeps_finished_answers_and_exits_130(tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "reprieve.cli.main", "bench", *SMALL, "--limit", "500", "--out", str(out)]

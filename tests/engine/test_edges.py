@@ -122,6 +122,8 @@ def test_a_rule_with_limits_may_only_come_first_in_a_conjunction():
     for spec in ("top_k&asd", "top_k|asd", "asd|top_k"):
         with pytest.raises(SpecError, match="limits of its own"):
             parse_rule(spec)
+    unlimited = "asd:per_block=none,budget=inf"
+    assert parse_rule(f"top_k&{unlimited}").spec and parse_rule(f"{unlimited}|top_k").spec
 
 
 def test_walk_and_mask_agree_when_a_threshold_switches_everything_off():

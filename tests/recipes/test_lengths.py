@@ -1,4 +1,4 @@
-"""The recipe of the miniature's draft length heads names the heads that the pair has."""
+"""The recipe of the bundled pair's draft length heads names the heads that the pair has."""
 
 from recipes.pair.lengths import DIALS, command
 from reprieve.bundles import DEFAULT

@@ -120,11 +120,11 @@ class Batch:
             slots = context.idx_mapping_np.tolist()
             if any(slot in processor._slots and not processor._slots[slot].strict for slot in slots):
                 logits = processor.apply(logits, context)  # otherwise vLLM does not call it
+            if forced is not None:
+                logits[:, forced] = 1e9
             heat = temperatures[self.row_slots[rows].long()].unsqueeze(-1)
             logits = logits / torch.where(heat == 0, 1.0, heat)
             logits = processor._states.apply_top_k_top_p(logits, context.expanded_idx_mapping, context.idx_mapping_np)
-            if forced is not None:
-                logits[:, forced] = 1e9
             first = range(len(self.blocks))[requests][0]
             sampled, num = module.rejection_sample(
                 logits,
@@ -295,16 +295,17 @@ def test_the_lossless_check_is_vllms_own(truncation):
     assert [1 + int(flag) for flag in batch.decided.decisions.lossless[::2]] == numbers["off"]
 
 
+@pytest.mark.parametrize("temperature", [1.0, 100.0])
 @pytest.mark.parametrize("spec", ["margin:delta=9", "cascade:kind=tok,alpha=0.95"])
-def test_a_token_that_vllm_forces_stays_forced(spec):
-    """As when a thinking budget is spent: vLLM sets its logit to 1e9 after all processors."""
+def test_a_token_that_vllm_forces_stays_forced(spec, temperature):
+    """As when a thinking budget is spent: vLLM sets its logit to 1e9 after all processors, before the temperature."""
     logits = torch.tensor([3.0, 2.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]).expand(2, V)
     processor = hooks_of(WorkerRules(Menu.load(spec)))
     for slot in range(20):
-        admit(processor, slot, params_of(1.0))
+        admit(processor, slot, params_of(temperature))
     draft_logits = logits[:1].expand(64, 1, V).contiguous()
     batch = Batch([[1]] * 20, [logits] * 20)
-    outputs = batch.verify(processor, temperatures=torch.ones(64), draft_logits=draft_logits, forced=6)
+    outputs = batch.verify(processor, temperatures=torch.full((64,), temperature), draft_logits=draft_logits, forced=6)
     assert [output[0] for output in outputs] == [6] * 20 and processor.rules.failures == 0
 
 

@@ -66,5 +66,19 @@ def test_a_status_is_asked_for_again_when_it_is_old(monkeypatch):
         with pytest.raises(DeadError):
             await startup._require_healthy(engine)
         assert engine.asked == 2
+        engine.free.clear()
+        with pytest.raises(DeadError):  # also while a step is slow: a failed rule stays failed until a restart
+            await startup._require_healthy(engine)
+
+    asyncio.run(probe())
+
+
+def test_workers_that_never_answer_are_a_failure(monkeypatch):
+    async def probe():
+        engine = Engine()
+        await startup._require_healthy(engine)
+        monkeypatch.setattr(startup, "_STUCK_S", 0.0)
+        with pytest.raises(DeadError):
+            await startup._require_healthy(engine)
 
     asyncio.run(probe())

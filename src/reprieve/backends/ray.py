@@ -43,7 +43,7 @@ class RayDeployer(VllmDeployer):
         announce(f"starting vLLM on {num} replicas of a Ray cluster: {self.words(plan)}")
         kind = ray.remote(**needed)(_Replica)
         here = ray.util.get_node_ip_address()
-        actors = [kind.remote(self.deployment(plan), self.settings, here) for _ in range(num)]
+        actors = [kind.remote() for _ in range(num)]
 
         def close() -> None:
             with contextlib.suppress(ray.exceptions.RayError):  # the kill below ends them too
@@ -52,13 +52,14 @@ class RayDeployer(VllmDeployer):
                 ray.kill(actor)
 
         try:
-            started = [actor.url.remote() for actor in actors]
+            started = [actor.start.remote(self.deployment(plan), self.settings, here) for actor in actors]
             urls = tuple(ray.get(started, timeout=self.settings.startup))
             return Running(urls, MODEL_NAME, facts_of(urls), close=close)
         except ray.exceptions.RayError as error:
             close()
-            reason = str(error).strip().rpartition("\n")[2]  # behind the traceback
-            raise EngineError(f"a replica did not start: {reason[-600:]}") from None
+            cause = getattr(error, "cause", None)  # what was raised in the replica; Ray's own text is a traceback
+            reason = str(cause) if isinstance(cause, ReprieveError) else str(error).strip()[-600:]
+            raise EngineError(f"a replica did not start: {reason}") from None
         except BaseException:
             close()
             raise
@@ -78,14 +79,17 @@ def _require_room(ray: Any, num: int, resource: str, each: int) -> None:
 class _Replica:
     """Ray actor that runs a server on its node; the server ends with the actor."""
 
-    def __init__(self, deployment: Deployment, settings: RaySettings, driver: str) -> None:
+    def __init__(self) -> None:
+        self._running: Running | None = None
+
+    def start(self, deployment: Deployment, settings: RaySettings, driver: str) -> str:
+        """Start the server; returns its address."""
         import ray
 
         node = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._running = start_vllm(deployment, settings, host="127.0.0.1" if node == driver else node)
-
-    def url(self) -> str:
         return self._running.urls[0]
 
     def close(self) -> None:
-        self._running.close()
+        if self._running is not None:
+            self._running.close()

@@ -66,6 +66,10 @@ class Bench(Command):
     out: Path = Path("runs/bench")
 
     def run(self) -> int:
+        return self.run_for(self)
+
+    def run_for(self, command: Command) -> int:
+        """Measure and report; the folder's config repeats `command`. Returns the exit status."""
         from reprieve.bench.arms import make_arms
         from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 
@@ -83,13 +87,13 @@ class Bench(Command):
 
             require_choice("baseline", self.verdicts.baseline, tuple(arm.label for arm in arms))
             chat = make_chat(self.verdicts.judge)
-        run, results = self._measure(arms)
+        run, results = self._measure(arms, command)
         status = self._report(run, results)
         if chat is not None and run.complete:
             _show_verdicts(run, chat, self.verdicts, self.out)
         return status
 
-    def _measure(self, arms: list[Arm]) -> tuple[Run, Results]:
+    def _measure(self, arms: list[Arm], command: Command) -> tuple[Run, Results]:
         from reprieve.bench.engine import RunConfig
         from reprieve.bench.runner import run_arms
         from reprieve.bench.summary import summarise
@@ -103,7 +107,7 @@ class Bench(Command):
             alone = (TARGET_ONLY, DRAFT_ONLY)  # left out where the engine cannot run them
             arms = [arm for arm in arms if arm.label not in alone or not engine.refusal(arm, settings.drafter)]
             config = RunConfig.of(engine, arms, settings, command=screen.command_line())
-            keep = partial(self.keep_config, self.out)
+            keep = partial(command.keep_config, self.out)
             with screen.progress(f"{len(arms)} arms", "answers") as progress:
                 run = run_arms(config, arms, engine, task, self.out, on_claimed=keep, progress=progress)
             results = summarise(run)
@@ -185,7 +189,7 @@ class Demo(Command):
             Generate(_DEMO_QUESTION, rule=rule, num_draft_tokens=k, pair=self.pair).run()
             screen.say(f"{LEGEND}\n")
         bench = Bench(_DEMO_ARMS, (), (self.num_draft_tokens,), settings=self.settings, pair=self.pair, out=self.out)
-        status = bench.run()
+        status = bench.run_for(self)
         if self.settings.limit < _DEMO_FEW:
             screen.say(
                 f"{self.settings.limit} problems give wide intervals: reprieve demo --limit 500 --out runs/demo-500"

@@ -99,7 +99,7 @@ class _Composite(Wrapper):
             require_rescuing(rule, self.name)
             if isinstance(rule, AnyOf) or (isinstance(rule, AllOf) and isinstance(self, AllOf)):
                 raise SpecError(f"{self.name} cannot hold {rule.name}; write it out as a&b|a&c")
-            if rule.limits is not None and (index > 0 or isinstance(self, AnyOf)):
+            if rule.limits not in (None, Limits()) and (index > 0 or isinstance(self, AnyOf)):
                 raise SpecError(f"{rule.spec!r} has limits of its own: it can only be the first rule of an all_of")
 
     @property

@@ -148,7 +148,7 @@ class ArithmeticTask(Task):
 @register_task
 @dataclass
 class WordProblemsTask(ArithmeticTask):
-    """The miniature's: 1 to 8 steps, more percentages of large numbers."""
+    """The bundled pair's: 1 to 8 steps, more percentages of large numbers."""
 
     contents: ClassVar[Contents] = MINIATURE
 

@@ -29,6 +29,7 @@ logger = logging.getLogger("vllm.reprieve")
 
 _FRESH_S = 5.0  # of a status: a question to the workers makes the engine finish the steps in progress
 _PATIENCE_S = 10.0  # of a health check; a slow step is not a failure
+_STUCK_S = 600.0  # without an answer; vLLM itself gives up on a step after 300 s
 
 
 def register() -> None:
@@ -213,22 +214,28 @@ async def _require_healthy(engine: Any) -> None:
     """Refuse health to an engine whose workers do not apply the rules.
 
     The workers are asked without a timeout: one that expires in vLLM's executor leaves the reply in its queue, and the
-    next step would take it for its own.
+    next step would take it for its own. A failure is final: no rule recovers without a restart.
     """
     if _menu(engine.vllm_config) is None:
         return
     from vllm.v1.engine.exceptions import EngineDeadError
 
+    if (failure := getattr(engine, "reprieve_failure", None)) is not None:
+        raise EngineDeadError from failure
     question = getattr(engine, "reprieve_question", None)
     if question is None or (question.answer.done() and time.monotonic() - question.asked > _FRESH_S):
         question = _StatusQuestion(asyncio.ensure_future(engine.collective_rpc("reprieve_status")))
         engine.reprieve_question = question
     await asyncio.wait({question.answer}, timeout=_PATIENCE_S)
-    if not question.answer.done():
+    waited = time.monotonic() - question.asked
+    if not question.answer.done() and waited < _STUCK_S:
         return
     try:
+        if not question.answer.done():
+            raise ReprieveError(f"the workers have not answered for {waited:.0f} s")
         require_healthy(question.answer.result())
     except Exception as error:
+        engine.reprieve_failure = error
         logger.error("unhealthy: %s", error)
         raise EngineDeadError from error
 
