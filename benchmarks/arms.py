@@ -19,7 +19,7 @@ from reprieve.bench.arms import LOSSLESS, Arm, make_arm
 from reprieve.bench.engine import RunConfig
 from reprieve.bench.environment import Environment
 from reprieve.bench.records import read_answers, read_run
-from reprieve.bench.runner import Run, Runner
+from reprieve.bench.run import Run
 from reprieve.bench.settings import RunSettings
 from reprieve.bench.summary import Rows, common_rows
 from reprieve.bundles import BUNDLES, Bundle, bundle_of
@@ -135,14 +135,14 @@ def answer_test_problems(
     )
     engine = LocalEngine(pair, num_workers=options.workers)
     config = RunConfig.of(engine, arms, settings, command=" ".join(sys.argv))
-    runner = Runner(config, arms, engine, task, folder)
+    run = Run(config, arms, engine, task, folder)
 
     def report(done: int, total: int) -> None:
         if done % 100 == 0 or done == total:
             print(f"{folder.name}: {done} of {total}", flush=True)
 
-    complete = runner.measure(progress=report)
-    return Run(config, list(arms), runner.records, Environment.here(), complete, graded=True)
+    run.measure(progress=report)
+    return run
 
 
 def answer_params(sampling: SamplingSettings, task: Task, seed: int) -> SamplingParams:

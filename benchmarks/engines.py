@@ -31,7 +31,7 @@ from reprieve.backends.throughput import measure_throughput
 from reprieve.bench.arms import Arm, make_arms
 from reprieve.bench.engine import Engine, RunConfig
 from reprieve.bench.records import ProblemRecord
-from reprieve.bench.runner import Runner
+from reprieve.bench.run import Run
 from reprieve.bench.settings import RunSettings, SpeedSettings
 from reprieve.mining.building import build
 from reprieve.mining.runner import mine_problems
@@ -67,12 +67,12 @@ class Measurement:
         """Return records by arm and problem; resumes from the folder."""
         engine = make_engine(EngineSettings(engine_name), self.pair)
         try:
-            runner = Runner(self.config(engine, arms), arms, engine, self.task_for(engine), self.out / folder)
-            if not runner.measure():
+            run = Run(self.config(engine, arms), arms, engine, self.task_for(engine), self.out / folder)
+            if not run.measure():
                 raise KeyboardInterrupt
         finally:
             engine.close()
-        return {(record.arm, record.problem_id): record for record in runner.records}
+        return {(record.arm, record.problem_id): record for record in run.records}
 
     def config(self, engine: Engine, arms: Sequence[Arm]) -> RunConfig:
         return RunConfig.of(engine, arms, RunSettings(task=self.task, limit=self.limit))

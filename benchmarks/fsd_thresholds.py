@@ -16,9 +16,8 @@ from arms import sweep_rules
 from reprieve.backends.settings import EngineSettings
 from reprieve.bench.arms import LOSSLESS, Arm, make_arms
 from reprieve.bench.engine import Engine, RunConfig
-from reprieve.bench.environment import Environment
 from reprieve.bench.results import Results, best_ks
-from reprieve.bench.runner import Run, Runner, run_arms
+from reprieve.bench.run import Run, run_arms
 from reprieve.bench.settings import RunSettings
 from reprieve.bench.summary import summarise
 from reprieve.cli import screen
@@ -185,16 +184,15 @@ class FsdProtocol:
         progress: Progress,
     ) -> Results | None:
         arms = [*baselines, *relaxed]
-        runner = Runner(RunConfig.of(engine, arms, self.main, command=self.command), arms, engine, task, folder)
-        about = Environment.here()
+        run = Run(RunConfig.of(engine, arms, self.main, command=self.command), arms, engine, task, folder)
         measured = list(baselines)
-        if not runner.measure(measured, progress):
+        if not run.measure(measured, progress):
             return None
         for arm in relaxed:
             measured.append(arm)
-            if not runner.measure([arm], progress):
+            if not run.measure([arm], progress):
                 return None
-            results = summarise(Run(runner.config, measured, runner.records, about, complete=True))
+            results = summarise(run, measured)
             accuracy = {arm.spec: arm.accuracy or 0.0 for arm in results.arms}
             floor = accuracy[TARGET_ONLY] - self.settings.lost_share * (accuracy[TARGET_ONLY] - accuracy[DRAFT_ONLY])
             announce(f"{arm.label}: solved {accuracy[arm.label]:.1%}; the protocol ends at {floor:.1%}")
@@ -223,8 +221,7 @@ class Thresholds(Command):
 
     def run(self) -> int:
         protocol = FsdProtocol(self.settings, command=screen.command_line())
-        settings = self.settings.run
-        with screen.engine_and_task(EngineSettings(), self.pair, settings.task, settings.prompt) as (engine, task):
+        with screen.engine_and_task(EngineSettings(), self.pair, self.settings.run) as (engine, task):
             self.keep_config(self.out)
             with screen.progress("answers") as progress:
                 outcome = protocol.run(engine, task, self.out, announce=screen.say, progress=progress)

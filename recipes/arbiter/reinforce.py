@@ -28,7 +28,8 @@ from reprieve.heads.loading import warn_of_transfer
 from reprieve.heads.settings import ArbiterShape
 from reprieve.identity import digest
 from reprieve.models.arbiter import ArbiterModel
-from reprieve.tasks import Task
+from reprieve.tasks import Task, load_task
+from reprieve.tasks.prompting import with_prompts
 from reprieve.training.arbiter_warm_up import RoundReader, keep_best
 from reprieve.training.loop import NetworkLearner, train
 from reprieve.types import Progress, no_progress
@@ -360,7 +361,9 @@ class Reinforce(Command):
 
         rollouts = self.rollouts
         first = None if self.start == "none" else Arbiter.from_pretrained(self.start)
-        pair, task = screen.load_pair_and_task(rollouts.pair, rollouts.task, rollouts.prompt)
+        plain = load_task(rollouts.task)
+        pair = screen.load(rollouts.pair)
+        task = with_prompts(plain, pair.tokenizer, rollouts.prompt)
         if not task.graded:
             raise SpecError(f"task {rollouts.task} has no right answers: rollouts cannot be rewarded on it")
         pair.cached_draft()  # refuses a pair without a draft

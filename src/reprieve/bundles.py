@@ -24,7 +24,6 @@ class Bundle:
         folder: folder with its models, heads and `bundle.json`.
         heads: folders of its heads.
         menu: rules that `serve` offers for it; the first is the default for requests that choose none.
-        certified: the judge's thresholds that `benchmarks/study.py` certifies.
     """
 
     name: str
@@ -33,7 +32,6 @@ class Bundle:
     folder: Path
     heads: tuple[str, ...] = ()
     menu: tuple[str, ...] = ()
-    certified: str = ""
 
     def role_folder(self, role: str) -> Path:
         """Return the folder of its `target` or `draft`, in transformers' format."""
@@ -57,7 +55,7 @@ def _bundles() -> dict[str, Bundle]:
         found = json.loads(path.read_text(encoding="utf-8"))
         heads, menu = tuple(found["heads"]), tuple(found["menu"])
         name, folder = found["name"], path.parent
-        bundles[name] = Bundle(name, folder.name, found["task"], folder, heads, menu, found["certified"])
+        bundles[name] = Bundle(name, folder.name, found["task"], folder, heads, menu)
     return bundles
 
 

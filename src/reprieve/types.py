@@ -84,10 +84,7 @@ class Block:
     @cached_property
     def depths(self) -> list[int]:
         """Distance of each node from the last committed token, 1 or more."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 if parent == ROOT else depths[parent] + 1)
-        return depths
+        return node_depths(self.parents)
 
     @cached_property
     def parent_rows(self) -> Tensor | slice:
@@ -241,6 +238,14 @@ class Evidence(RuleInputs):
     def token_log_probs(self) -> Tensor:
         """The target's log-probability of each drafted token, [...]."""
         return gather_token(self.target_log_probs, self.token_ids)
+
+
+def node_depths(parents: Sequence[int]) -> list[int]:
+    """Return the distance of each node from the last committed token, 1 or more; `parents` as in `Block`. [N]"""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent == ROOT else depths[parent] + 1)
+    return depths
 
 
 def gather_token(values: Tensor, token_ids: Tensor) -> Tensor:

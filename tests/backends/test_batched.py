@@ -10,7 +10,7 @@ from reprieve.backends.local import LocalEngine
 from reprieve.backends.settings import BatchedSettings, EngineSettings
 from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
-from reprieve.bench.runner import Runner, run_arms
+from reprieve.bench.run import Run, run_arms
 from reprieve.bench.settings import RunSettings
 from reprieve.bench.summary import summarise
 from reprieve.cli.main import main
@@ -63,19 +63,19 @@ def test_a_batch_gives_the_local_engines_answers(bundled_pair, task, tmp_path):
 def test_an_interrupted_run_has_every_arm_on_its_first_problems(bundled_pair, short, tmp_path):
     arms, engine = arms_of(*SPECS), engine_of(bundled_pair, parallel=2)
     settings = RunSettings(task="arithmetic", limit=12)
-    runner = Runner(RunConfig.of(engine, arms, settings), arms, engine, short, tmp_path)
+    run = Run(RunConfig.of(engine, arms, settings), arms, engine, short, tmp_path)
 
     def interrupt(done, total):
         if done == 36:
             raise KeyboardInterrupt
 
-    assert not runner.measure(progress=interrupt)
+    assert not run.measure(progress=interrupt)
     finished = {}
-    for record in runner.records:
+    for record in run.records:
         finished.setdefault(record.problem_id, set()).add(record.arm)
-    assert len(runner.records) == 36 and sum(len(labels) == len(arms) for labels in finished.values()) >= 2
-    assert runner.measure() and len(runner.records) == 72
-    assert len({(record.arm, record.problem_id) for record in runner.records}) == 72
+    assert len(run.records) == 36 and sum(len(labels) == len(arms) for labels in finished.values()) >= 2
+    assert run.measure() and len(run.records) == 72
+    assert len({(record.arm, record.problem_id) for record in run.records}) == 72
 
 
 def test_ctrl_c_in_a_forward_ends_the_run_without_a_traceback(bundled_pair, task, tmp_path, monkeypatch, caplog):
@@ -89,7 +89,7 @@ def test_ctrl_c_in_a_forward_ends_the_run_without_a_traceback(bundled_pair, task
 
     monkeypatch.setattr(BatchedSpeculativeDecoder, "step", interrupted)
     engine, arms = engine_of(bundled_pair), arms_of("top_k:k=4")
-    run = Runner(RunConfig.of(engine, arms, SETTINGS), arms, engine, task, tmp_path)
+    run = Run(RunConfig.of(engine, arms, SETTINGS), arms, engine, task, tmp_path)
     assert not run.measure()
     gc.collect()  # asyncio reports an exception that nobody saw when its task is deleted
     assert not caplog.records
@@ -97,13 +97,13 @@ def test_ctrl_c_in_a_forward_ends_the_run_without_a_traceback(bundled_pair, task
 
 def test_a_failed_forward_is_recorded_and_tried_again(bundled_pair, short, tmp_path, monkeypatch):
     arms, engine = arms_of(), engine_of(bundled_pair)
-    runner = Runner(RunConfig.of(engine, arms, SETTINGS), arms, engine, short, tmp_path)
+    run = Run(RunConfig.of(engine, arms, SETTINGS), arms, engine, short, tmp_path)
     with monkeypatch.context() as broken:
         broken.setattr("reprieve.engine.batched.BatchedSpeculativeDecoder._decide", lambda *_: 1 / 0)
         with pytest.raises(ReprieveError, match="every problem failed; the first error: ZeroDivisionError"):
-            runner.measure()
-    assert runner.measure()
-    assert not any(record.error for record in runner.records[-15:])
+            run.measure()
+    assert run.measure()
+    assert not any(record.error for record in run.records[-15:])
 
 
 @pytest.mark.slow
@@ -114,10 +114,10 @@ def test_sampled_answers_depend_neither_on_the_batch_nor_on_an_interruption(bund
 
     def texts(name, parallel, progress):
         engine = engine_of(bundled_pair, parallel=parallel)
-        runner = Runner(RunConfig.of(engine, arms, settings), arms, engine, short, tmp_path / name)
-        while not runner.measure(progress=progress):
+        run = Run(RunConfig.of(engine, arms, settings), arms, engine, short, tmp_path / name)
+        while not run.measure(progress=progress):
             progress = lambda done, total: None  # noqa: E731
-        return {(record.arm, record.problem_id, record.trial): record.text for record in runner.records}
+        return {(record.arm, record.problem_id, record.trial): record.text for record in run.records}
 
     def interrupt(done, total):
         if done == 7:

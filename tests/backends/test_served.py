@@ -13,7 +13,7 @@ from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
 from reprieve.bench.records import RecordFile
 from reprieve.bench.report import write_report
-from reprieve.bench.runner import Runner, run_arms
+from reprieve.bench.run import Run, run_arms
 from reprieve.bench.settings import RunSettings, SpeedSettings
 from reprieve.bench.summary import summarise
 from reprieve.cli.main import main
@@ -73,14 +73,14 @@ def test_a_run_resumes_after_its_server_dies_without_repeating_requests(bundled_
     with PairServer(bundled_pair, RULES, dies_after=7) as server:
         engine = engine_of(server, parallel=3)
         with pytest.raises(EngineError, match=r"does not answer .*7 answers are kept, run again to go on"):
-            Runner(RunConfig.of(engine, arms, SETTINGS), arms, engine, task, tmp_path).measure()
+            Run(RunConfig.of(engine, arms, SETTINGS), arms, engine, task, tmp_path).measure()
     before = [(record.arm, record.problem_id) for record in RecordFile(tmp_path / "problems.jsonl").records]
     assert len(before) == len(server.requests) == 7
     with PairServer(bundled_pair, RULES) as server:
         engine = engine_of(server)
-        runner = Runner(RunConfig.of(engine, arms, SETTINGS), arms, engine, task, tmp_path)
-        assert runner.measure()
-    after = [(record.arm, record.problem_id) for record in runner.records]
+        run = Run(RunConfig.of(engine, arms, SETTINGS), arms, engine, task, tmp_path)
+        assert run.measure()
+    after = [(record.arm, record.problem_id) for record in run.records]
     assert after[:7] == before and len(after) == len(set(after)) == 20 and len(server.requests) == 13
 
 
@@ -88,10 +88,10 @@ def test_when_one_server_dies_the_others_take_over_its_share(bundled_pair, task,
     arms = arms_of("top_k:k=4")
     with PairServer(bundled_pair, RULES, dies_after=2) as weak, PairServer(bundled_pair, RULES) as strong:
         engine = engine_of(weak, strong, parallel=4)
-        runner = Runner(RunConfig.of(engine, arms, SETTINGS), arms, engine, task, tmp_path)
-        assert runner.measure()
+        run = Run(RunConfig.of(engine, arms, SETTINGS), arms, engine, task, tmp_path)
+        assert run.measure()
     assert len(weak.requests) == 2 and len(strong.requests) == 8
-    assert not any(record.error for record in runner.records)
+    assert not any(record.error for record in run.records)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_arms_that_a_server_cannot_run_are_refused_by_name(bundled_pair, task, t
     with PairServer(bundled_pair, rules) as server:
         engine = engine_of(server)
         with pytest.raises(SpecError, match=rf"arm .* cannot be measured here: .*{said}"):
-            Runner(RunConfig.of(engine, arms, SETTINGS), arms, engine, task, tmp_path)
+            Run(RunConfig.of(engine, arms, SETTINGS), arms, engine, task, tmp_path)
 
 
 def test_a_draft_temperature_is_refused_on_servers(bundled_pair, task, tmp_path):
@@ -119,7 +119,7 @@ def test_a_draft_temperature_is_refused_on_servers(bundled_pair, task, tmp_path)
     with PairServer(bundled_pair, RULES) as server:
         engine = engine_of(server)
         with pytest.raises(SpecError, match="draft_temperature cannot be set on a server"):
-            Runner(RunConfig.of(engine, arms, settings), arms, engine, task, tmp_path).measure()
+            Run(RunConfig.of(engine, arms, settings), arms, engine, task, tmp_path).measure()
 
 
 @pytest.mark.slow

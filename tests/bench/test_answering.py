@@ -8,7 +8,7 @@ from reprieve.backends.local import LocalEngine
 from reprieve.bench.answering import spans_of
 from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
-from reprieve.bench.runner import run_arms
+from reprieve.bench.run import run_arms
 from reprieve.bench.summary import summarise
 from reprieve.engine.text import text_pieces
 from reprieve.errors import SpecError

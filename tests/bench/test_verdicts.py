@@ -9,7 +9,7 @@ import pytest
 from reprieve.backends.local import LocalEngine
 from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
-from reprieve.bench.runner import run_arms
+from reprieve.bench.run import run_arms
 from reprieve.bench.settings import VerdictSettings
 from reprieve.bench.verdicts import Verdict, judge_run, summarise_verdicts
 from reprieve.errors import ReprieveError, SpecError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reprieve.backends.local import LocalEngine
 from reprieve.bench.engine import RunConfig
-from reprieve.bench.runner import run_arms
+from reprieve.bench.run import run_arms
 from reprieve.bench.settings import RunSettings
 from reprieve.tasks import TaskProblem
 from tests.kit.toys import ToyTask

@@ -15,7 +15,7 @@ from reprieve.backends.settings import BatchedSettings
 from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
 from reprieve.bench.records import claim_run
-from reprieve.bench.runner import Runner
+from reprieve.bench.run import Run
 from reprieve.certify.procedure import Plan, _require_first_walk, certify
 from reprieve.certify.settings import CertifySettings, Promise
 from reprieve.errors import ReprieveError, SpecError
@@ -166,9 +166,9 @@ def test_several_processes_give_the_same_answers(tmp_path, bundled_pair):
     arms = make_arms(["margin:delta=2"], [4])[2:]
     task = load_task("arithmetic")
     config = RunConfig.of(LocalEngine(bundled_pair), arms, settings(task="arithmetic", limit=5))
-    runners = [Runner(config, arms, LocalEngine(bundled_pair, num_workers=n), task, tmp_path / str(n)) for n in (1, 2)]
-    assert all(runner.measure() for runner in runners)
-    alone, together = ({(r.arm, r.problem_id): r.text for r in runner.records} for runner in runners)
+    runs = [Run(config, arms, LocalEngine(bundled_pair, num_workers=n), task, tmp_path / str(n)) for n in (1, 2)]
+    assert all(run.measure() for run in runs)
+    alone, together = ({(r.arm, r.problem_id): r.text for r in run.records} for run in runs)
     assert alone == together and len(alone) == 10
 
 

@@ -8,8 +8,16 @@ import pytest
 
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.mining.autojudge import judged_worse
-from reprieve.mining.building import make_chat, make_soundness
-from reprieve.mining.pivot import NO_VERDICT, SOUND, UNSOUND, equation_soundness, model_soundness, parse_verdict
+from reprieve.mining.pivot import (
+    NO_VERDICT,
+    SOUND,
+    UNSOUND,
+    equation_soundness,
+    make_soundness,
+    model_soundness,
+    parse_verdict,
+)
+from reprieve.tasks.chat import make_chat
 from tests.kit.mining import EOS, miner, problem
 from tests.mining.toys import FakeChat
 

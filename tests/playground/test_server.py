@@ -89,10 +89,10 @@ def test_the_default_k_comes_from_the_policys_certificate(pair):
 def test_k_comes_from_the_certificate_for_this_engine(pair):
     """A head may have certificates with different K for the local engine and for vLLM."""
     policy = Policy.load(JUDGE)
-    by_engine = {item.conditions.engine: item for item in (policy.certificate, *policy.other_certificates)}
+    by_engine = {item.conditions.engine: item for item in policy.certificates}
     conditions = dataclasses.replace(by_engine["local"].conditions, num_draft_tokens=16)
     local = dataclasses.replace(by_engine["local"], conditions=conditions)
-    both = dataclasses.replace(policy, certificate=by_engine["vllm"], other_certificates=(local,))
+    both = dataclasses.replace(policy, certificates=(by_engine["vllm"], local))
     told = []
     make_app(pair, [both], PlaygroundSettings(), announce=told.append)
     assert "levels strict, certified=" in told[0] and "does not hold" not in told[0]

@@ -1,5 +1,6 @@
 """On recorded blocks, vLLM's own sampler behind the plugin decides as the local engine did, position by position."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -40,7 +41,7 @@ def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypa
         recorder.rounds.append([])
         decoder.generate(problem.prompt, SamplingParams(max_new_tokens=56, temperature=temperature, seed=number))
     menu = Menu.load(spec, target=ARITHMETIC.name)
-    rules = WorkerRules(menu.change(lambda policy: policy.with_rule(decoder.rule)))
+    rules = WorkerRules(menu.change(lambda policy: dataclasses.replace(policy, rule=decoder.rule)))
     rescued = decided = 0
     for number in range(NUM_ROUNDS):
         batch = {

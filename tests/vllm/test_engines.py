@@ -18,7 +18,7 @@ from reprieve.backends.throughput import measure_throughput
 from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
 from reprieve.bench.records import RecordFile
-from reprieve.bench.runner import run_arms
+from reprieve.bench.run import run_arms
 from reprieve.bench.settings import RunSettings, SpeedSettings
 from reprieve.bench.summary import summarise
 from reprieve.errors import EngineError

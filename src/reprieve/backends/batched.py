@@ -55,7 +55,6 @@ class BatchedEngine(PairEngine):
     def answer(
         self, config: RunConfig, task: Task, arms: Sequence[Arm], problems: Sequence[TaskProblem], jobs: Sequence[Job]
     ) -> Iterator[ProblemRecord]:
-        by_label = {arm.label: arm for arm in arms}
         for arm in arms:
             if reason := self.refusal(arm, config.drafter):
                 raise SpecError(f"{arm.label}: {reason}")
@@ -67,17 +66,14 @@ class BatchedEngine(PairEngine):
             generation = await batches[groups[arm.label]].generate(arm, prompt, params)
             return reply_of(arm, generation)
 
-        answerer = Answerer(config, task, self.tokenizer, decode)
+        answerer = Answerer(config, task, self.tokenizer, arms, problems, decode)
         for key in {groups[job.arm]: None for job in jobs}:
             group = [arm for arm in arms if groups[arm.label] == key]
             num_jobs = sum(groups[job.arm] == key for job in jobs)
             batches[key] = _Batch(self.pair, group, min(self.num_parallel, num_jobs), answerer.params, key)
 
-        async def answer(job: Job) -> ProblemRecord:
-            return await answerer.answer(by_label[job.arm], problems[job.number], job.number, job.trial)
-
         with asyncio.Runner() as loop:  # each batch queues what has no row yet, so all arms stay on the same problems
-            results = results_of(jobs, answer, num_parallel=self.num_parallel * len(batches))
+            results = results_of(jobs, answerer.answer, num_parallel=self.num_parallel * len(batches))
             yield from iterate(loop, results)
 
 

@@ -18,7 +18,7 @@ from reprieve.heads.certificates import portable_spec
 from reprieve.heads.files import find_head
 from reprieve.models.stored import model_folder
 from reprieve.needs import Need
-from reprieve.policies.fields import SWITCH, THRESHOLD
+from reprieve.policies.policy import SWITCH, THRESHOLD
 from reprieve.rules import LosslessRule, Rule, parse_rule
 from reprieve.settings import PairSettings
 

@@ -15,9 +15,10 @@ from reprieve.bench.arms import Arm
 from reprieve.bench.engine import Engine, EngineFacts, Job, RunConfig
 from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.drafters import DRAFTERS
-from reprieve.engine import FoldedDecoder, Pair, SamplingParams, load_pair
+from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder, load_pair
 from reprieve.engine.processes import start_worker
 from reprieve.errors import EngineError, require_whole
+from reprieve.heads.folds import fold_of
 from reprieve.models.cached_model import shared_length
 from reprieve.settings import NumDraftTokens
 from reprieve.tasks import Task, TaskProblem, load_task
@@ -29,14 +30,15 @@ _COMPARED = 64  # prompts that show what all begin with
 
 @dataclass
 class _Run:
-    """The run in progress: the beginning that its prompts share, and a decoder for each arm."""
+    """The run in progress: the beginning that its prompts share, and the decoders of each arm, one for each fold."""
 
     config: RunConfig
     prefix: list[int]
-    decoders: dict[str, FoldedDecoder] = field(default_factory=dict)
+    decoders: dict[str, list[SpeculativeDecoder]] = field(default_factory=dict)
 
     async def decode(self, arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:
-        decoder = self.decoders[arm.label].outside(problem.problem_id)
+        folds = self.decoders[arm.label]
+        decoder = folds[fold_of(problem.problem_id, len(folds))]  # its head was not trained on this problem
         return reply_of(arm, decoder.generate(prompt, params, timed=True))
 
 
@@ -114,17 +116,16 @@ class LocalEngine(PairEngine):
             self._run = _Run(config, self._shared_prefix(problems))
         decoders = self._run.decoders
         by_label = {arm.label: arm for arm in arms}
-        answerer = Answerer(config, task, self.tokenizer, self._run.decode)
+        answerer = Answerer(config, task, self.tokenizer, arms, problems, self._run.decode)
         for label in dict.fromkeys(job.arm for job in jobs):
             if label not in decoders:
-                decoders[label] = self._decoder(self._run, by_label[label])
-                asyncio.run(answerer.warm_up(by_label[label], problems[0]))
+                decoders[label] = self._decoders(self._run, by_label[label])
+                asyncio.run(answerer.warm_up(by_label[label]))
         if self.num_parallel > 1:
             yield from self._answer_in_workers(config, arms, jobs)
             return
         for job in jobs:
-            problem = problems[job.number]
-            yield asyncio.run(answerer.answer(by_label[job.arm], problem, job.number, job.trial))
+            yield asyncio.run(answerer.answer(job))
 
     def close(self) -> None:
         """End worker processes, each after the chunk that it works on."""
@@ -165,13 +166,13 @@ class LocalEngine(PairEngine):
             self._workers = _Workers(config, set(self._arms), pool)
         return self._workers.pool
 
-    def _decoder(self, run: _Run, arm: Arm) -> FoldedDecoder:
+    def _decoders(self, run: _Run, arm: Arm) -> list[SpeculativeDecoder]:
         config = run.config
         conditions = config.conditions(self, arm)
-        folded = arm.decoders(self.pair, drafter=config.drafter, task=config.task, conditions=conditions)
-        for decoder in folded.decoders:
+        decoders = arm.decoders(self.pair, drafter=config.drafter, task=config.task, conditions=conditions)
+        for decoder in decoders:
             decoder.share_prefix(run.prefix)
-        return folded
+        return decoders
 
     def _shared_prefix(self, problems: Sequence[TaskProblem]) -> list[int]:
         """Return the tokens with which the first problems' prompts begin, such as a system prompt and examples."""

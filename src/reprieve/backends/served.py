@@ -104,7 +104,6 @@ class ServedEngine(Engine):
         if config.sampling.draft_temperature is not None:
             raise SpecError("draft_temperature cannot be set on a server: it drafts at the request's own temperature")
         self.expect(arms, config.drafter)
-        by_label = {arm.label: arm for arm in arms}
         for arm in arms:
             config.require_arm_fits(self, arm)
         plans = {arm.label: self._plans[self._plan(arm, config.drafter).key] for arm in arms}
@@ -115,12 +114,9 @@ class ServedEngine(Engine):
             running = self._serve(plan)
             with asyncio.Runner() as loop:
                 client = Client(running, self.deployer.settings)
-                answerer = Answerer(config, task, self.tokenizer, self._decoder(client, running))
-
-                async def answer(job: Job, answerer: Answerer = answerer) -> ProblemRecord:
-                    return await answerer.answer(by_label[job.arm], problems[job.number], job.number, job.trial)
-
-                results = results_of(plan_jobs, answer, num_parallel=self.num_parallel)
+                decode = self._decoder(client, running)
+                answerer = Answerer(config, task, self.tokenizer, arms, problems, decode)
+                results = results_of(plan_jobs, answerer.answer, num_parallel=self.num_parallel)
                 yield from iterate(loop, results, closing=client.close)
 
     def grouped(self, arms: Sequence[Arm], drafter: str) -> list[list[Arm]]:

@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Any, TypeAlias
 
 from reprieve.bench.arms import Arm
-from reprieve.bench.engine import RunConfig
+from reprieve.bench.engine import Job, RunConfig
 from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.engine import SamplingParams
 from reprieve.errors import EngineError, PairError
@@ -30,32 +30,45 @@ class Answerer:
 
     Decode: TypeAlias = Callable[[Arm, TaskProblem, str | list[int], SamplingParams], Awaitable[Reply]]
 
-    def __init__(self, config: RunConfig, task: Task, tokenizer: Any, decode: Decode) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        task: Task,
+        tokenizer: Any,
+        arms: Sequence[Arm],
+        problems: Sequence[TaskProblem],
+        decode: Decode,
+    ) -> None:
         self.config = config
         self.task = task
+        self._arms = {arm.label: arm for arm in arms}
+        self._problems = problems
         self._decode = decode
         self._format = PromptFormat(tokenizer, config.prompt)
         self.params = SamplingParams(
             max_new_tokens=task.max_new_tokens, seed=config.seed, stop=tuple(task.stop), **vars(config.sampling)
         )
 
-    async def warm_up(self, arm: Arm, problem: TaskProblem) -> None:
-        """Decode a few tokens of a problem, without recording them.
+    async def warm_up(self, arm: Arm) -> None:
+        """Decode a few tokens of the first problem, without recording them.
 
         Raises:
             PairError: a head made for another pair.
         """
-        await self._answer(arm, problem, dataclasses.replace(self.params, max_new_tokens=WARM_UP_TOKENS), 0)
+        params = dataclasses.replace(self.params, max_new_tokens=WARM_UP_TOKENS)
+        await self._answer(arm, self._problems[0], params, 0)
 
-    async def answer(self, arm: Arm, problem: TaskProblem, number: int, trial: int) -> ProblemRecord:
-        """Answer the `number`th problem; every problem and trial has draws of its own."""
-        return await self._answer(arm, problem, self.params.for_problem(number, trial), trial)
+    async def answer(self, job: Job) -> ProblemRecord:
+        """Answer a problem with an arm; every problem and trial has draws of its own."""
+        params = self.params.for_problem(job.number, job.trial)
+        return await self._answer(self._arms[job.arm], self._problems[job.number], params, job.trial)
 
     async def _answer(self, arm: Arm, problem: TaskProblem, params: SamplingParams, trial: int) -> ProblemRecord:
         """One arm on one problem. An error is recorded as an error, never as an answer."""
         try:
             turns = await self._converse(arm, problem, arm.params(params))
-            answer, correct = await self._grade(turns[-1].text, problem)
+            answer = self.task.extract_answer(turns[-1].text)
+            correct = await grade(self.task, self.task.equivalent, answer, problem.reference)
         except (EngineError, PairError):  # there is nothing to answer with
             raise
         except Exception as error:  # whatever it is, the other problems are still worth measuring
@@ -83,10 +96,6 @@ class Answerer:
             turns=[turn.text for turn in turns] if len(turns) > 1 else [],
             **DecodingStats.total(turns).stats,
         )
-
-    async def _grade(self, text: str, problem: TaskProblem) -> tuple[str | None, bool]:
-        answer = self.task.extract_answer(text)
-        return answer, await grade(self.task, self.task.equivalent, answer, problem.reference)
 
     async def _converse(self, arm: Arm, problem: TaskProblem, params: SamplingParams) -> list[Reply]:
         """The answers of all turns; most problems have one."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reprieve.drafters import DRAFTERS
-from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, FoldedDecoder, Pair, SamplingParams, SpeculativeDecoder
+from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import SpecError, require_choice
 from reprieve.heads.certificates import Certificate, Conditions, pathless_spec
 from reprieve.heads.folds import FoldedHead
@@ -135,15 +135,15 @@ class Arm:
         """
         return None if self.certificate is not None else conditions
 
-    def decoders(self, pair: Pair, *, drafter: str, task: str, conditions: Conditions) -> FoldedDecoder:
-        """Return a decoder per fold if a head of the rule was trained out of fold, else one for all problems.
+    def decoders(self, pair: Pair, *, drafter: str, task: str, conditions: Conditions) -> list[SpeculativeDecoder]:
+        """Return a decoder per fold (see `fold_of`) if a head of the rule was trained out of fold, else a single one.
 
         Raises:
             PairError: a head made for another pair.
         """
         rules = [None] if self.rule is None else split_folds(self.rule)
         arms = [dataclasses.replace(self, rule=rule) for rule in rules]
-        return FoldedDecoder([arm.decoder(pair, drafter=drafter, task=task, conditions=conditions) for arm in arms])
+        return [arm.decoder(pair, drafter=drafter, task=task, conditions=conditions) for arm in arms]
 
 
 def rule_of(label: str) -> str:

@@ -15,10 +15,10 @@ import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
-from reprieve.bench.arms import LOSSLESS, Arm, make_arms
+from reprieve.bench.arms import LOSSLESS, Arm, make_arm
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, Pair, SamplingParams, load_pair
 from reprieve.errors import SpecError
-from reprieve.settings import AUTO, NumDraftTokens, read_draft_tokens
+from reprieve.settings import AUTO, BUNDLED_PAIR, NumDraftTokens, read_draft_tokens
 
 TASKS = Path(__file__).parent / "lm_eval_tasks"
 
@@ -60,12 +60,11 @@ class ReprieveLM(HFLM):  # type: ignore[misc]
             raise SpecError(f"batch_size must be 1: the local engine decodes one answer at a time, got {batch_size}")
         if device and device.startswith("cuda") and not torch.cuda.is_available():
             device = None  # what the harness asks for by default, whatever the machine has
-        name = target or pretrained
-        self.pair = pair or (
-            load_pair(name, draft, dtype=dtype, device=device) if name else load_pair(dtype=dtype, device=device)
-        )
+        self.pair = pair or load_pair(target or pretrained or BUNDLED_PAIR, draft, dtype=dtype, device=device)
         super().__init__(self.pair.target, tokenizer=self.pair.tokenizer, batch_size=1, **kwargs)
-        self.arm = _arm(rule.replace(";", ","), read_draft_tokens(num_draft_tokens), self.pair.target_name)
+        spec, k = rule.replace(";", ","), read_draft_tokens(num_draft_tokens)
+        alone = spec in (TARGET_ONLY, DRAFT_ONLY)
+        self.arm = Arm(spec, None, k) if alone else make_arm(spec, k, target=self.pair.target_name)
         self.seed = int(seed)
         self._decoder = self.arm.decoder(self.pair, drafter=drafter)
 
@@ -83,13 +82,6 @@ class ReprieveLM(HFLM):  # type: ignore[misc]
         )
         generation = self._decoder.generate(prompt_ids, self.arm.params(params))
         return torch.tensor([prompt_ids + generation.token_ids], device=context.device)
-
-
-def _arm(spec: str, k: NumDraftTokens, target: str) -> Arm:
-    wanted = make_arms([spec], [k], target=target)
-    if spec in (TARGET_ONLY, DRAFT_ONLY):
-        return next(arm for arm in wanted if arm.label == spec)
-    return wanted[-1]
 
 
 def _sampling(arguments: dict[str, Any], seed: int) -> SamplingParams:

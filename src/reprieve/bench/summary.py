@@ -11,9 +11,10 @@ import numpy as np
 
 from reprieve.bench.arms import LOSSLESS, Arm
 from reprieve.bench.engine import RunConfig
+from reprieve.bench.environment import Environment
 from reprieve.bench.records import ProblemRecord
 from reprieve.bench.results import Allocation, ArmResults, Difference, Results
-from reprieve.bench.runner import Run
+from reprieve.bench.run import Run
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.stats import bootstrap_interval, paired_difference, paired_pvalue, share_interval
 from reprieve.types import DecodingStats
@@ -33,29 +34,30 @@ _SPEED = (
 )  # fmt: skip
 
 
-def summarise(run: Run) -> Results:
-    """Return the results of a run.
+def summarise(run: Run, arms: Sequence[Arm] | None = None) -> Results:
+    """Return the results of these arms of a run (default: all).
 
     Arms are compared on the problems that all of them finished, so that an interrupted run stays fair.
     """
-    rows = common_rows([arm.label for arm in run.arms], run.records, run.config.num_trials)
+    chosen = run.arms if arms is None else list(arms)
+    rows = common_rows([arm.label for arm in chosen], run.records, run.config.num_trials)
     num_problems = len(next(iter(rows.values()), ()))
     timed = run.config.engine == "local"
-    unknown = (*(() if run.graded else _QUALITY), *(() if timed else _SPEED))
-    arms = [_summarise_arm(arm, rows, run) for arm in run.arms] if num_problems else []
-    arms = [dataclasses.replace(arm, **dict.fromkeys(unknown)) for arm in arms]  # type: ignore[arg-type]
+    unknown = (*(() if run.task.graded else _QUALITY), *(() if timed else _SPEED))
+    found = [_summarise_arm(arm, rows, run) for arm in chosen] if num_problems else []
+    found = [dataclasses.replace(arm, **dict.fromkeys(unknown)) for arm in found]  # type: ignore[arg-type]
     allocation: list[Allocation] = []
-    if arms and run.graded and timed and {DRAFT_ONLY, TARGET_ONLY} <= rows.keys():
+    if found and run.task.graded and timed and {DRAFT_ONLY, TARGET_ONLY} <= rows.keys():
         allocation = _random_allocation(rows)
-        arms = [dataclasses.replace(arm, accuracy_vs_allocation=_against_allocation(arm.spec, rows)) for arm in arms]
+        found = [dataclasses.replace(arm, accuracy_vs_allocation=_against_allocation(arm.spec, rows)) for arm in found]
     return Results(
         config=run.config,
-        environment=run.environment,
-        num_workers=run.num_workers,
+        environment=Environment.here(),
+        num_workers=run.engine.num_parallel,
         complete=run.complete,
-        graded=run.graded,
+        graded=run.task.graded,
         num_problems=num_problems,
-        arms=arms,
+        arms=found,
         random_allocation=allocation,
     )
 
@@ -142,7 +144,7 @@ def _against_target(problems: Problems, target: Problems | None) -> dict[str, An
         return {}
     return {
         "accuracy_vs_target": _difference(problems, target, lambda record: record.correct),
-        **_speedup("speedup_vs_target", _tokens(problems), _tokens(target)),
+        **_speedup("speedup_vs_target", problems, target, _num_tokens),
     }
 
 
@@ -157,11 +159,11 @@ def _against_lossless(problems: Problems, lossless: Problems) -> dict[str, Any]:
         "regression_rate": float(regressed.mean()),
         "regression_rate_ci95": list(share_interval(regressed)),
         "improvement_rate": float(improved.mean()),
-        **_tested("tokens_vs_lossless", problems, lossless, lambda record: record.num_tokens),
+        **_tested("tokens_vs_lossless", problems, lossless, _num_tokens),
         **_tested("truncated_vs_lossless", problems, lossless, lambda record: record.cut_off),
-        **_speedup("speedup_vs_lossless", _tokens(problems), _tokens(lossless)),
+        **_speedup("speedup_vs_lossless", problems, lossless, _num_tokens),
         # Longer answers lower this ratio, unlike that of tokens.
-        **_speedup("answers_vs_lossless", _finished(problems), _finished(lossless)),
+        **_speedup("answers_vs_lossless", problems, lossless, lambda record: record.finished),
     }
 
 
@@ -183,27 +185,27 @@ def _bounded(values: Sequence[float]) -> list[float]:
     return [max(-_LARGEST, min(_LARGEST, value)) for value in values]
 
 
-def _tokens(problems: Problems) -> np.ndarray:
-    """[n, 2]: tokens and seconds of each problem, all trials together."""
-    return np.stack([column(problems, lambda r: r.num_tokens).sum(1), column(problems, lambda r: r.seconds).sum(1)], 1)
+def _num_tokens(record: ProblemRecord) -> int:
+    return record.num_tokens
 
 
-def _finished(problems: Problems) -> np.ndarray:
-    """[n, 2]: finished answers and seconds of each problem, all trials together."""
-    return np.stack([column(problems, lambda r: r.finished).sum(1), column(problems, lambda r: r.seconds).sum(1)], 1)
+def _with_seconds(problems: Problems, value: Value) -> np.ndarray:
+    """[n, 2]: an amount and the seconds of each problem, all trials together."""
+    return np.stack([column(problems, value).sum(1), column(problems, lambda record: record.seconds).sum(1)], 1)
 
 
-def _speedup(name: str, amounts: np.ndarray, baseline: np.ndarray) -> dict[str, Any]:
+def _speedup(name: str, problems: Problems, baseline: Problems, value: Value) -> dict[str, Any]:
     """Return the ratio of two rates over the same problems under this name, and its bootstrap interval.
 
     The ratio is None if it is undefined, the interval also for a single problem, whose bootstrap has no width.
 
     Args:
-        amounts, baseline: amounts and seconds of each problem: [n, 2].
+        value: the amount whose rate per second is compared.
     """
+    amounts, base_amounts = (_with_seconds(each, value) for each in (problems, baseline))
 
     def ratio(index: Any) -> float:
-        (amount, seconds), (base_amount, base_seconds) = amounts[index].sum(0), baseline[index].sum(0)
+        (amount, seconds), (base_amount, base_seconds) = amounts[index].sum(0), base_amounts[index].sum(0)
         if not seconds or not base_amount or not base_seconds:
             return math.nan
         return float((amount / seconds) / (base_amount / base_seconds))
@@ -226,7 +228,7 @@ def lossless_for(arm: Arm, arms: Sequence[Arm]) -> str:
 
 def _against_allocation(label: str, rows: Rows) -> Difference:
     """Return [difference, low, high] in accuracy from random allocation between target and draft at the same speed."""
-    arm, target, draft = (_tokens(rows[name]).sum(0) for name in (label, TARGET_ONLY, DRAFT_ONLY))
+    arm, target, draft = (_with_seconds(rows[name], _num_tokens).sum(0) for name in (label, TARGET_ONLY, DRAFT_ONLY))
     if arm[1]:
         # Each model's tokens minus the arm's in the same time: at equal speed, the mixture's surplus is zero.
         above, below = (model[0] - arm[0] / arm[1] * model[1] for model in (draft, target))
@@ -238,7 +240,7 @@ def _against_allocation(label: str, rows: Rows) -> Difference:
 
 
 def _random_allocation(rows: Rows) -> list[Allocation]:
-    target, draft = _tokens(rows[TARGET_ONLY]).sum(0), _tokens(rows[DRAFT_ONLY]).sum(0)
+    target, draft = (_with_seconds(rows[name], _num_tokens).sum(0) for name in (TARGET_ONLY, DRAFT_ONLY))
     accuracies = [column(rows[label], lambda r: r.correct).mean() for label in (TARGET_ONLY, DRAFT_ONLY)]
     line = []
     for share in np.linspace(0, 1, _NUM_SHARES):

@@ -27,12 +27,11 @@ from reprieve.tasks.prompting import prompt_of
 
 @dataclass(frozen=True)
 class ServedAnswer:
-    """Request answered with the relaxed rule. `problem` names it and holds its reference, if any."""
+    """Request answered with the relaxed rule. `problem` has its prompt, and its reference, if any."""
 
     problem: TaskProblem
     params: SamplingParams
     text: str
-    prompt_ids: list[int] | None = None  # the prompt, if it is not the problem's own
 
 
 @dataclass(frozen=True)
@@ -190,8 +189,7 @@ class MonitorCheck:
     task: Task
 
     def __call__(self, served: ServedAnswer) -> float:
-        prompt = prompt_of(served.problem) if served.prompt_ids is None else served.prompt_ids
-        strict = self.decoder.generate(prompt, served.params)
+        strict = self.decoder.generate(prompt_of(served.problem), served.params)
         return drop_of(self.task, served.problem, strict.text, served.text)
 
 

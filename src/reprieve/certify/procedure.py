@@ -16,7 +16,7 @@ from reprieve.backends.settings import LOCAL
 from reprieve.bench.arms import LOSSLESS, RERUN, Arm, make_arm, rule_of
 from reprieve.bench.engine import Engine, RunConfig
 from reprieve.bench.environment import Environment
-from reprieve.bench.runner import Runner
+from reprieve.bench.run import Run
 from reprieve.bench.settings import RunSettings
 from reprieve.bench.summary import column, common_rows
 from reprieve.bundles import BUNDLED_HEADS
@@ -165,18 +165,18 @@ def certify(
     strict, again = plan.strict, plan.again
     arms = {float(rule.dial_value or 0): plan.arm(rule) for rule in plan.candidates()}  # strictest first
 
-    def runner(settings: RunSettings, chosen: list[Arm], name: str) -> Runner:
+    def run_of(settings: RunSettings, chosen: list[Arm], name: str) -> Run:
         config = RunConfig.of(engine, chosen, settings, command=command)
-        return Runner(config, chosen, engine, task, folder / name, extendable=True)
+        return Run(config, chosen, engine, task, folder / name, extendable=True)
 
-    def measure(run: Runner, arm: Arm) -> Outcomes:
+    def measure(run: Run, arm: Arm) -> Outcomes:
         if not run.measure([strict], progress) or not run.measure([arm], progress):
             raise KeyboardInterrupt
         return _outcomes(run, strict, arm, task.max_new_tokens)
 
     engine.expect([strict, again, *arms.values()], plan.settings.run.drafter)
     served = engine.facts.engine != LOCAL  # a server's batches do not reproduce greedy answers exactly
-    calibration = runner(plan.settings.run, [strict, *([again] if served else []), *arms.values()], "calibration")
+    calibration = run_of(plan.settings.run, [strict, *([again] if served else []), *arms.values()], "calibration")
     _require_first_walk(plan, calibration, {arm.label for arm in arms.values()})
     on_claimed()
     noise = None
@@ -196,7 +196,7 @@ def certify(
             reason = "no threshold passed: already the strictest could not be proved"
             return Certification(steps, None, f"{reason}. {_needed(plan, calibration, task)}")
         best = arms[passed[-1]]
-        held_out = runner(plan.held_out, [strict, best], "held_out")
+        held_out = run_of(plan.held_out, [strict, best], "held_out")
         held_step = tested(passed[-1], plan.promise, measure(held_out, best))
     except KeyboardInterrupt:
         return None
@@ -225,7 +225,7 @@ def _conclude(measured: _Measured, folder: Path) -> Certification:
     return Certification(measured.steps, certificate, path=path)
 
 
-def _needed(plan: Plan, calibration: Runner, task: Task) -> str:
+def _needed(plan: Plan, calibration: Run, task: Task) -> str:
     """Say how many calibration problems the promise takes at least, and how many there were."""
     lengths = [record.num_tokens for record in calibration.records if record.arm == plan.strict.label]
     needed = num_needed(plan.promise, answer_length=float(np.mean(lengths)), budget=task.max_new_tokens)
@@ -257,7 +257,7 @@ def _require_unseen(plan: Plan, task: Task) -> None:
         )
 
 
-def _require_first_walk(plan: Plan, calibration: Runner, labels: set[str]) -> None:
+def _require_first_walk(plan: Plan, calibration: Run, labels: set[str]) -> None:
     """Refuse thresholds other than the first ones tested on these problems: retrying until one passes proves nothing.
 
     Raises:
@@ -279,8 +279,8 @@ class _Measured:
     arm: Arm  # of the last threshold that passed
     steps: list[ThresholdStep]
     held_step: ThresholdStep
-    calibration: Runner
-    held_out: Runner
+    calibration: Run
+    held_out: Run
     noise: Noise | None
 
     def certificate(self) -> Certificate:
@@ -330,10 +330,10 @@ class _Measured:
         )
 
 
-def _outcomes(runner: Runner, strict_arm: Arm, arm: Arm, budget: int) -> Outcomes:
+def _outcomes(run: Run, strict_arm: Arm, arm: Arm, budget: int) -> Outcomes:
     """Return correctness, [n, trials], strict and relaxed, with lengths and the relaxed arm's tokens per round."""
     labels = [strict_arm.label, arm.label]
-    rows = common_rows(labels, runner.records, runner.config.num_trials)
+    rows = common_rows(labels, run.records, run.config.num_trials)
     if failed := sum(record.error is not None for label in labels for trials in rows[label] for record in trials):
         raise ReprieveError(
             f"{failed} answers failed; a certificate needs all of them: run again to try them once more"
@@ -351,13 +351,13 @@ def _outcomes(runner: Runner, strict_arm: Arm, arm: Arm, budget: int) -> Outcome
     return Outcomes(strict, relaxed, tokens_per_round, Lengths(tokens[0], tokens[1], cut[0], cut[1], budget))
 
 
-def _where(runner: Runner, plan: Plan) -> dict[str, Any]:
+def _where(run: Run, plan: Plan) -> dict[str, Any]:
     """Return the problems of a run, and its unreadable answers, strict and relaxed. They count as wrong."""
-    settings = {name: getattr(runner.config, name) for name in ("split", "offset", "limit", "seed")}
-    unread = [record.arm in plan.lossless_labels for record in runner.records if record.unread]
+    settings = {name: getattr(run.config, name) for name in ("split", "offset", "limit", "seed")}
+    unread = [record.arm in plan.lossless_labels for record in run.records if record.unread]
     return {
         **settings,
-        "problems": [problem.digest for problem in runner.problems],
+        "problems": [problem.digest for problem in run.problems],
         "num_unread": {"strict": sum(unread), "relaxed": len(unread) - sum(unread)},
     }
 
@@ -375,9 +375,9 @@ def _risk_sentence(risk: RiskTest) -> str:
     return f" Unfinished answers grow by less than {100 * risk.bound:g} points {observed}."
 
 
-def _noise_floor(runner: Runner, strict: Arm, again: Arm) -> Noise:
+def _noise_floor(run: Run, strict: Arm, again: Arm) -> Noise:
     """Compare strict answers with strict answers of the same server: differences that no rule causes."""
-    rows = common_rows([strict.label, again.label], runner.records, runner.config.num_trials)
+    rows = common_rows([strict.label, again.label], run.records, run.config.num_trials)
     solved = [column(rows[arm.label], lambda record: record.correct) for arm in (strict, again)]
     texts = [[record.text for trials in rows[arm.label] for record in trials] for arm in (strict, again)]
     low, high = paired_difference(*solved)[1:]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from reprieve.bench.arms import Arm
     from reprieve.bench.engine import Engine
     from reprieve.bench.results import Results, ThroughputResults
-    from reprieve.bench.runner import Run
+    from reprieve.bench.run import Run
     from reprieve.tasks import Task
     from reprieve.tasks.chat import Chat
 
@@ -83,7 +83,7 @@ class Bench(Command):
             )
         chat = None
         if self.verdicts.judge is not None:  # a judge that cannot be used fails before anything is measured
-            from reprieve.mining.building import make_chat
+            from reprieve.tasks.chat import make_chat
 
             require_choice("baseline", self.verdicts.baseline, tuple(arm.label for arm in arms))
             chat = make_chat(self.verdicts.judge)
@@ -95,14 +95,12 @@ class Bench(Command):
 
     def _measure(self, arms: list[Arm], command: Command) -> tuple[Run, Results]:
         from reprieve.bench.engine import RunConfig
-        from reprieve.bench.runner import run_arms
+        from reprieve.bench.run import run_arms
         from reprieve.bench.summary import summarise
         from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 
         settings = self.settings
-        opened = screen.engine_and_task(
-            self.engine, self.pair, settings.task, settings.prompt, num_workers=self.num_workers
-        )
+        opened = screen.engine_and_task(self.engine, self.pair, settings, num_workers=self.num_workers)
         with opened as (engine, task):
             alone = (TARGET_ONLY, DRAFT_ONLY)  # left out where the engine cannot run them
             arms = [arm for arm in arms if arm.label not in alone or not engine.refusal(arm, settings.drafter)]

@@ -40,9 +40,7 @@ class Certify(Command):
         [k] = self.engine.draft_tokens(self.settings.num_draft_tokens)
         plan = Plan.of(replace(self.settings, num_draft_tokens=k), target=self.pair.target)
         run_settings = self.settings.run
-        opened = screen.engine_and_task(
-            self.engine, self.pair, run_settings.task, run_settings.prompt, num_workers=self.num_workers
-        )
+        opened = screen.engine_and_task(self.engine, self.pair, run_settings, num_workers=self.num_workers)
         with opened as (engine, task), screen.progress("answers") as progress:
             num_problems = len(task.problems(run_settings.split, run_settings.limit, offset=run_settings.offset))
             promise = self.settings.promise
@@ -102,7 +100,7 @@ class Monitor(Command):
         if relaxed.rule is None or relaxed.rule.dial is None:
             raise SpecError(f"--rule must be a relaxed rule: there is nothing to watch in {self.rule!r}")
         problems = self.problems
-        with screen.engine_and_task(self.engine, self.pair, problems.task, problems.prompt) as (engine, task):
+        with screen.engine_and_task(self.engine, self.pair, problems) as (engine, task):
             config = RunConfig.of(engine, [strict, relaxed], problems, command=screen.command_line())
             if relaxed.certificate is not None:
                 relaxed.certificate.check(config.conditions(engine, relaxed), where=f"of {relaxed.label}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reprieve.errors import ReprieveError, SpecError, require_choice
-from reprieve.settings import PairSettings, ProblemSettings, PromptSettings
+from reprieve.settings import PairSettings, ProblemSettings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -142,52 +142,40 @@ def progress(title: str, unit: str = "") -> Iterator[Callable[[int, int], None]]
             ended.set()
 
 
-def load_pair_and_task(
-    pair: PairSettings, task: str, prompt: PromptSettings, *, split: str | None = None, decodes: bool = True
-) -> tuple[Pair, PromptedTask]:
-    """Load the task, then the pair, so that a misspelt task or split fails early; prompts are formatted for the target.
-
-    Raises:
-        SpecError: a split that the task lacks.
-    """
-    from reprieve.tasks import load_task
-    from reprieve.tasks.prompting import with_prompts
-
-    plain = load_task(task)
-    if split is not None:
-        require_choice("split", split, plain.splits)
-    loaded = load(pair, decodes=decodes)
-    return loaded, with_prompts(plain, loaded.tokenizer, prompt)
-
-
 def load_problems(
     pair: PairSettings, chosen: ProblemSettings, *, decodes: bool = True
 ) -> tuple[Pair, PromptedTask, list[TaskProblem]]:
-    """Load the pair, the task and some of its problems; its answers are shortened to what fits into the pair's context.
+    """Load the task, then the pair, so that a misspelt task or split fails early, and some of the task's problems.
+
+    Prompts are formatted for the target, and answers shortened to what fits into the pair's context.
 
     Raises:
         SpecError: a split that the task lacks, or no problems.
     """
-    from reprieve.tasks.prompting import problems_of
+    from reprieve.tasks import load_task
+    from reprieve.tasks.prompting import problems_of, with_prompts
 
-    loaded, task = load_pair_and_task(pair, chosen.task, chosen.prompt, split=chosen.split, decodes=decodes)
+    plain = load_task(chosen.task)
+    require_choice("split", chosen.split, plain.splits)
+    loaded = load(pair, decodes=decodes)
+    task = with_prompts(plain, loaded.tokenizer, chosen.prompt)
     return loaded, task, problems_of(task, chosen, loaded.num_positions)
 
 
 @contextlib.contextmanager
 def engine_and_task(
-    engine: EngineSettings, pair: PairSettings, task: str, prompt: PromptSettings, *, num_workers: int = 1
+    engine: EngineSettings, pair: PairSettings, problems: ProblemSettings, *, num_workers: int = 1
 ) -> Iterator[tuple[Engine, PromptedTask]]:
     """Load the task, then start the engine; the engine is closed on exit."""
     from reprieve.tasks import load_task
     from reprieve.tasks.prompting import with_prompts
 
-    plain = load_task(task)
+    plain = load_task(problems.task)
     quiet_transformers()
     from reprieve.backends.making import make_engine
 
     with contextlib.closing(make_engine(engine, pair, num_workers=num_workers, announce=warn)) as started:
-        yield started, with_prompts(plain, started.tokenizer, prompt)
+        yield started, with_prompts(plain, started.tokenizer, problems.prompt)
 
 
 def load(pair: PairSettings, *, decodes: bool = True) -> Pair:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reprieve.errors import SpecError, require_choice, require_range
-from reprieve.types import ROOT
+from reprieve.types import ROOT, node_depths
 
 # Parameters of each strategy.
 PARAMETERS = {
@@ -70,9 +70,7 @@ class Pruning:
         """
         if not parents:
             return []
-        depths: list[int] = []  # 0 for the first drafted tokens, as in the paper
-        for parent in parents:
-            depths.append(0 if parent == ROOT else depths[parent] + 1)
+        depths = [depth - 1 for depth in node_depths(parents)]  # 0 for the first drafted tokens, as in the paper
         if self.strategy == "entropy":
             return self._by_mass(parents, depths, log_probs, root_entropy)
         return self._by_rank(parents, depths, log_probs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +11,7 @@ from reprieve.drafters.length import AcceptanceLength, DraftLength, FixedLength,
 from reprieve.engine.decoder import SpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.heads.certificates import Conditions
-from reprieve.heads.folds import fold_of
-from reprieve.heads.length import LengthHead, select_length_head
+from reprieve.heads.length import LengthHead, load_length_head
 from reprieve.heads.loading import attach_heads, require_heads_fit
 from reprieve.models.arbiter import ArbiterAdvisor, make_advisor
 from reprieve.models.loading import ModelPair
@@ -120,18 +118,7 @@ class Pair(ModelPair):
                 return None
         if drafter.name != "draft":
             raise SpecError(f"a length head reads a draft model's states; the drafter is {drafter.name}")
-        return head if isinstance(head, LengthHead) else select_length_head(head, rule, self.identity)
-
-
-@dataclass(frozen=True)
-class FoldedDecoder:
-    """One decoder per fold, or a single one for all problems."""
-
-    decoders: Sequence[SpeculativeDecoder]
-
-    def outside(self, problem_id: str) -> SpeculativeDecoder:
-        """Return the decoder whose head was not trained on this problem."""
-        return self.decoders[fold_of(problem_id, len(self.decoders))]
+        return head if isinstance(head, LengthHead) else load_length_head(head, rule, self.identity)
 
 
 def load_pair(

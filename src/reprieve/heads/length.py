@@ -108,7 +108,7 @@ class LengthHead(Artefact):
             raise SpecError(f"length head {name!r} was trained for {self.facts()['rule']}, not for {rule.spec}")
 
 
-def select_length_head(num_draft_tokens: NumDraftTokens, rule: Rule, pair: PairIdentity) -> LengthHead | None:
+def load_length_head(num_draft_tokens: NumDraftTokens, rule: Rule, pair: PairIdentity) -> LengthHead | None:
     """Return the draft length head: the named one or, for `auto`, the bundled pair's for this rule; None for no head.
 
     A bundled head serves all thresholds; outside its training range it uses the nearest one. Rules without a bundled

@@ -30,11 +30,9 @@ from reprieve.mining.pivot import (
     BatchedSource,
     CandidateSource,
     PivotMiner,
-    SoundnessJudge,
     Source,
     Step,
-    equation_soundness,
-    model_soundness,
+    make_soundness,
 )
 from reprieve.mining.served_target import Read, ServedModel, ServedTarget
 from reprieve.mining.settings import AutoJudgeMining, MiningSettings, PivotMining, TraceMining
@@ -46,10 +44,9 @@ from reprieve.models.eagle3 import EagleHead
 from reprieve.models.sampling import DRAWS_VERSION, GumbelNoise, Sampler
 from reprieve.models.stored import stored_generation, stored_identity
 from reprieve.rules import LosslessRule
-from reprieve.specs import parse_spec
 from reprieve.tasks import TaskProblem, load_task
 from reprieve.tasks.answers import ANSWERS_VERSION
-from reprieve.tasks.chat import Chat, OpenAIChat, openai_client
+from reprieve.tasks.chat import make_chat, openai_client
 from reprieve.tasks.prompting import problems_of, with_prompts
 
 _MOST_WALKS = 32  # rows of one batch: a step reads all, and most problems wait for rollouts
@@ -257,34 +254,6 @@ def _eagle_head(settings: AutoJudgeMining, pair: Pair) -> EagleHead:
     drafter = DRAFTERS.make(settings.drafter)
     assert isinstance(drafter, EagleSettings)
     return pair.eagle_head(drafter.source(pair.target_name))
-
-
-def make_soundness(spec: str | None) -> SoundnessJudge | None:
-    """Return the soundness judge of a specification, `equations` or `openai:model=NAME,url=ADDRESS`; None without one.
-
-    Raises:
-        SpecError: anything else.
-    """
-    if not spec:
-        return None
-    return equation_soundness if spec == "equations" else functools.partial(model_soundness, make_chat(spec))
-
-
-def make_chat(spec: str) -> Chat:
-    """Return the judge model of a specification such as `openai:model=NAME,url=ADDRESS,temperature=1`.
-
-    Raises:
-        SpecError: any other specification.
-        ReprieveError: the `openai` package is missing, or no key is set.
-    """
-    name, given = parse_spec(spec, what="judge")
-    if name != "openai" or not {"model"} <= given.keys() <= {"model", "url", "temperature"}:
-        raise SpecError(f"a judge is written openai:model=NAME,url=ADDRESS,temperature=1, got {spec!r}")
-    try:
-        temperature = float(given.get("temperature", 1.0))
-    except ValueError:
-        raise SpecError(f"temperature of a judge must be a number, got {given['temperature']!r}") from None
-    return OpenAIChat(given["model"], url=given.get("url"), temperature=temperature)
 
 
 def _manifest(

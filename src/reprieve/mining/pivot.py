@@ -5,6 +5,7 @@ A language model can judge the reasoning of a correct rollout (section 3.3); for
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Awaitable, Callable
@@ -25,7 +26,7 @@ from reprieve.rules import LosslessRule
 from reprieve.rules.lossless import SampledCheck, residual_probs
 from reprieve.settings import SamplingParams
 from reprieve.tasks import TaskProblem
-from reprieve.tasks.chat import Chat, ask_until
+from reprieve.tasks.chat import Chat, ask_until, make_chat
 from reprieve.types import Generation, gather_token
 
 SOUND, UNSOUND, NO_VERDICT, NOT_ASKED = "sound", "unsound", "no_verdict", ""
@@ -318,3 +319,14 @@ def _holds(equation: tuple[str, str, str, str]) -> bool:
     if equation[1] == "/":
         return right != 0 and left == right * result
     return {"+": left + right, "-": left - right}.get(equation[1], left * right) == result
+
+
+def make_soundness(spec: str | None) -> SoundnessJudge | None:
+    """Return the soundness judge of a specification, `equations` or `openai:model=NAME,url=ADDRESS`; None without one.
+
+    Raises:
+        SpecError: anything else.
+    """
+    if not spec:
+        return None
+    return equation_soundness if spec == "equations" else functools.partial(model_soundness, make_chat(spec))

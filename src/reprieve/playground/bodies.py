@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from reprieve.files import parse_json
-from reprieve.policies.fields import FIELDS
-from reprieve.policies.policy import RequestError
+from reprieve.policies.policy import FIELDS, RequestError
 from reprieve.settings import MAX_STOP_LENGTH, SamplingParams
 
 Whole = Annotated[int, Field(strict=True)]

@@ -108,9 +108,8 @@ def _observe(monitor: QualityMonitor, job: QueuedRequest, finished: Finished) ->
     """
     params = job.params[finished.index]
     if not job.choice.strict and params.greedy:
-        problem = TaskProblem("", "", "")
-        prompt_ids = job.prompts[finished.index]
-        monitor.observe(ServedAnswer(problem, params, finished.generation.text, prompt_ids=prompt_ids))
+        problem = TaskProblem("", "", "", prompt_ids=tuple(job.prompts[finished.index]))
+        monitor.observe(ServedAnswer(problem, params, finished.generation.text))
 
 
 def require_free_port(settings: PlaygroundSettings) -> None:

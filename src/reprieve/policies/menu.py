@@ -10,8 +10,7 @@ from typing import Any
 
 from reprieve.errors import SpecError
 from reprieve.needs import Need
-from reprieve.policies.fields import CHOICES, REQUIRE, SWITCH
-from reprieve.policies.policy import STRICT, Policy, RequestError, read_flag, read_settings
+from reprieve.policies.policy import CHOICES, REQUIRE, STRICT, SWITCH, Policy, RequestError, read_flag, read_settings
 from reprieve.rules import LosslessRule, Rule
 
 STRICT_ONLY = "strict_only"

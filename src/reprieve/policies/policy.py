@@ -17,9 +17,14 @@ from reprieve.errors import ReprieveError, SpecError
 from reprieve.files import read_json
 from reprieve.heads.certificates import Certificate, portable_spec, read_certificates
 from reprieve.heads.loading import attach_heads, head_folders
-from reprieve.policies.fields import CHOICES, FIELDS, LEVEL, PREFIX, SWITCH, THRESHOLD
 from reprieve.rules import LosslessRule, Rule, parse_rule
 
+# Request fields that choose a rule.
+THRESHOLD, SWITCH, LEVEL = "reprieve_threshold", "reprieve_rule", "reprieve_leniency"
+REQUIRE = "reprieve_require"  # selects nothing: the request is refused if it would get a weaker guarantee
+PREFIX = "reprieve_"
+CHOICES = (THRESHOLD, SWITCH, LEVEL)
+FIELDS = (*CHOICES, REQUIRE)
 LEVELS = ("strict", "certified", "fast")
 STRICT = LosslessRule()
 _LONGEST_NAME = 100
@@ -45,8 +50,7 @@ class Policy:
         levels: dial values of `certified` and `fast`, where they are set; `strict` is always the lossless check.
         default: level of requests that choose nothing; None for the rule at its own setting.
         max_threshold: most lenient dial value that a request may choose; None for no cap.
-        certificate: certificate of the `certified` level; None if there is none.
-        other_certificates: further certificates of the rule, for other conditions or stricter thresholds.
+        certificates: certificates of the rule, the most lenient first; the first is that of the `certified` level.
         by_load: pairs of a minimum number of running requests and a dial value, for requests that choose nothing. The
             last pair that applies wins; below the first, the default applies.
         set_aside: reason why a certificate that was found does not hold here; empty if none was set aside.
@@ -60,8 +64,7 @@ class Policy:
     levels: Mapping[str, float] = field(default_factory=dict)
     default: str | None = None
     max_threshold: float | None = None
-    certificate: Certificate | None = None
-    other_certificates: tuple[Certificate, ...] = ()
+    certificates: tuple[Certificate, ...] = ()
     by_load: tuple[tuple[int, float], ...] = ()
     set_aside: str = ""
     strict_structured_outputs: bool = False
@@ -125,24 +128,23 @@ class Policy:
         rule = attach_heads(parse_rule(settings["rule"]), target)
         levels = {level: _number(level, settings[level]) for level in LEVELS[1:] if level in settings}
         certificates = _certificates(rule, settings.get("certificate"), levels.get("certified"))
-        certificate = next(iter(certificates), None)
-        if certificate is not None:
-            levels.setdefault("certified", certificate.threshold)
+        if certificates:
+            levels.setdefault("certified", certificates[0].threshold)
         cap = settings.get("max_threshold")
         return cls(
             rule,
             levels=levels,
             default=settings.get("default"),
             max_threshold=None if cap is None else _number("max_threshold", cap),
-            certificate=certificate,
-            other_certificates=tuple(certificates[1:]),
+            certificates=tuple(certificates),
             by_load=_loads(settings.get("by_load")),
             strict_structured_outputs=read_flag(settings, STRICT_STRUCTURED),
         )
 
-    def with_rule(self, rule: Rule) -> Policy:
-        """The same policy over the rule once it is bound to a tokenizer and a device."""
-        return dataclasses.replace(self, rule=rule)
+    @property
+    def certificate(self) -> Certificate | None:
+        """The most lenient certificate, which covers the `certified` level; None if there is none."""
+        return next(iter(self.certificates), None)
 
     def under(self, **conditions: Any) -> Policy:
         """Return the policy on a server with these conditions: fields of `Conditions`, None if unknown.
@@ -155,22 +157,19 @@ class Policy:
         """
         if self.certificate is None:
             return self
-        known = (self.certificate, *self.other_certificates)
-        holding = [one for one in known if not _differences(one, conditions)]
-        if len(holding) == len(known):
+        holding = tuple(one for one in self.certificates if not _differences(one, conditions))
+        if len(holding) == len(self.certificates):
             return self
         set_by_operator = self.levels.get("certified") != self.certificate.threshold
         levels = {level: value for level, value in self.levels.items() if level != "certified" or set_by_operator}
         if holding:
-            best = max(holding, key=lambda one: self.rule.with_dial(one.threshold).leniency)
-            others = tuple(one for one in holding if one is not best)
-            levels.setdefault("certified", best.threshold)
-            return dataclasses.replace(self, levels=levels, certificate=best, other_certificates=others)
-        nearest = min(known, key=lambda one: len(_differences(one, conditions)))
+            levels.setdefault("certified", holding[0].threshold)
+            return dataclasses.replace(self, levels=levels, certificates=holding)
+        nearest = min(self.certificates, key=lambda one: len(_differences(one, conditions)))
         reasons = "; ".join(_differences(nearest, conditions))
         if self.default is not None and self.default not in ("strict", *levels):
             raise SpecError(f"default {self.default}: the certificate does not hold here: {reasons}")
-        return dataclasses.replace(self, levels=levels, certificate=None, other_certificates=(), set_aside=reasons)
+        return dataclasses.replace(self, levels=levels, certificates=(), set_aside=reasons)
 
     @cached_property
     def standard(self) -> Rule:

@@ -14,7 +14,7 @@ from reprieve.errors import require_choice, require_counts, require_range
 from reprieve.rules.base import Dial, Rule, register_rule
 from reprieve.rules.distributions import entropy
 from reprieve.transfers import spread
-from reprieve.types import ROOT, Evidence
+from reprieve.types import ROOT, Evidence, node_depths
 
 
 def matching_run(matches: Tensor, parents: Sequence[int]) -> Tensor:
@@ -38,14 +38,10 @@ def matching_run(matches: Tensor, parents: Sequence[int]) -> Tensor:
 @lru_cache(maxsize=64)
 def _levels(parents: tuple[int, ...]) -> list[list[int]]:
     """Nodes by depth."""
-    depths: list[int] = []
-    levels: list[list[int]] = []
-    for node, parent in enumerate(parents):
-        depths.append(0 if parent == ROOT else depths[parent] + 1)
-        if depths[node] == len(levels):
-            levels.append([])
-        levels[depths[node]].append(node)
-    return levels
+    levels: dict[int, list[int]] = {}
+    for node, depth in enumerate(node_depths(parents)):
+        levels.setdefault(depth, []).append(node)
+    return list(levels.values())
 
 
 def truncated_entropy(probs: Tensor, k: int) -> Tensor:

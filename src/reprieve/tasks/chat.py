@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from reprieve.errors import ReprieveError, SpecError, import_extra
+from reprieve.specs import parse_spec
 
 T = TypeVar("T")
 
@@ -49,6 +50,23 @@ class OpenAIChat:
             seed=self.seed + attempt,
         )
         return reply.choices[0].message.content or ""
+
+
+def make_chat(spec: str) -> Chat:
+    """Return the judge model of a specification such as `openai:model=NAME,url=ADDRESS,temperature=1`.
+
+    Raises:
+        SpecError: any other specification.
+        ReprieveError: the `openai` package is missing, or no key is set.
+    """
+    name, given = parse_spec(spec, what="judge")
+    if name != "openai" or not {"model"} <= given.keys() <= {"model", "url", "temperature"}:
+        raise SpecError(f"a judge is written openai:model=NAME,url=ADDRESS,temperature=1, got {spec!r}")
+    try:
+        temperature = float(given.get("temperature", 1.0))
+    except ValueError:
+        raise SpecError(f"temperature of a judge must be a number, got {given['temperature']!r}") from None
+    return OpenAIChat(given["model"], url=given.get("url"), temperature=temperature)
 
 
 def openai_client(url: str | None) -> Any:

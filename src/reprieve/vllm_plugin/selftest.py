@@ -13,9 +13,8 @@ from torch import Tensor
 
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.needs import Need
-from reprieve.policies.fields import SWITCH
 from reprieve.policies.menu import Menu
-from reprieve.policies.policy import Policy
+from reprieve.policies.policy import SWITCH, Policy
 from reprieve.rules import parse_rule
 from reprieve.vllm_plugin.rounds import WorkerRules
 

@@ -6,6 +6,7 @@ No kernel is replaced: see `v1.sampler` and `v2.processor`. `probing` lists the 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import importlib
 import json
@@ -17,9 +18,8 @@ from typing import Any
 
 from reprieve.errors import ReprieveError
 from reprieve.heads.certificates import portable_spec
-from reprieve.policies.fields import LEVEL, PREFIX
 from reprieve.policies.menu import Menu
-from reprieve.policies.policy import Policy, RequestError
+from reprieve.policies.policy import LEVEL, PREFIX, Policy, RequestError
 from reprieve.vllm_plugin import configuration, metrics, probing, require_healthy
 from reprieve.vllm_plugin.configuration import runner_of
 from reprieve.vllm_plugin.rounds import WorkerRules, request_settings
@@ -285,7 +285,7 @@ def worker_rules(menu: Menu, worker: Any) -> WorkerRules:
         if rule.traits.reads_text or rule.heads:
             configuration.require_tokenizer(rule, tokenizer())
             rule = rule.bind(tokenizer())
-        return policy.with_rule(rule.to(worker.model_runner.device))
+        return dataclasses.replace(policy, rule=rule.to(worker.model_runner.device))
 
     return WorkerRules(menu.change(ready), rank=worker.rank)
 

@@ -18,7 +18,7 @@ from reprieve.bench.figures import draw_frontier
 from reprieve.bench.records import RecordFile, read_answers
 from reprieve.bench.report import write_report
 from reprieve.bench.results import ArmResults, Results
-from reprieve.bench.runner import run_arms
+from reprieve.bench.run import run_arms
 from reprieve.bench.settings import RunSettings
 from reprieve.bench.summary import summarise
 from reprieve.engine import SpeculativeDecoder

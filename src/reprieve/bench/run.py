@@ -5,36 +5,20 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from reprieve.bench.arms import Arm
 from reprieve.bench.engine import Engine, Job, RunConfig
-from reprieve.bench.environment import Environment
 from reprieve.bench.records import ProblemRecord, RecordFile, claim_run
 from reprieve.errors import EngineError, ReprieveError
 from reprieve.heads.loading import name_problems, seen_problems
-from reprieve.tasks import Task, TaskProblem
+from reprieve.tasks import Task
 from reprieve.tasks.prompting import problems_of
 from reprieve.types import Progress, no_progress
 
 
-@dataclass
 class Run:
-    """A finished or interrupted comparison."""
-
-    config: RunConfig
-    arms: list[Arm]
-    records: list[ProblemRecord]
-    environment: Environment
-    complete: bool
-    num_workers: int = 1
-    graded: bool = True  # whether the task has right answers; else only a judge tells arms apart
-    problems: Sequence[TaskProblem] = ()
-
-
-class Runner:
-    """A run's folder and problems; `measure` generates the missing answers.
+    """A comparison with its folder and problems; `measure` generates the missing answers.
 
     Arms take turns problem by problem, in a rotating order, so that machine noise affects all of them alike.
 
@@ -62,6 +46,7 @@ class Runner:
         self.arms = list(arms)
         self.engine = engine
         self.task = task
+        self.complete = False
         for arm in self.arms:
             if arm.rule is not None and (seen := seen_problems(arm.rule, self.problems)):
                 warnings.warn(
@@ -79,13 +64,14 @@ class Runner:
         return self.file.records
 
     def measure(self, arms: Sequence[Arm] | None = None, progress: Progress = no_progress) -> bool:
-        """Generate the missing answers of these arms (default: all); return False if Ctrl-C interrupted the run.
+        """Generate the missing answers of these arms (default: all); return False, as `complete`, after Ctrl-C.
 
         Raises:
             PairError: a head made for another pair.
             EngineError: a process or server died; finished answers are kept.
             ReprieveError: every problem failed.
         """
+        self.complete = False
         chosen = self.arms if arms is None else list(arms)
         labels = {arm.label for arm in chosen}
         try:
@@ -104,6 +90,7 @@ class Runner:
         chosen_records = [record for record in self.records if record.arm in labels]
         if chosen_records and all(record.error for record in chosen_records):
             raise ReprieveError(f"every problem failed; the first error: {chosen_records[0].error}")
+        self.complete = True
         return True
 
     def _missing(self, arms: list[Arm]) -> list[Job]:
@@ -137,16 +124,7 @@ def run_arms(
         SpecError: a task without problems here, or an arm that the engine cannot decode.
         ReprieveError: the folder holds another run, or every problem failed.
     """
-    runner = Runner(config, arms, engine, task, folder)
+    run = Run(config, arms, engine, task, folder)
     on_claimed()
-    complete = runner.measure(progress=progress)
-    return Run(
-        config,
-        list(arms),
-        runner.records,
-        Environment.here(),
-        complete,
-        num_workers=engine.num_parallel,
-        graded=task.graded,
-        problems=runner.problems,
-    )
+    run.measure(progress=progress)
+    return run
