@@ -26,12 +26,7 @@ from reprieve.errors import require_whole
 from reprieve.heads.lts import LtsCalibration
 from reprieve.models.sampling import Sampler
 from reprieve.rules.lts import LtsRule
-from reprieve.settings import (
-    PairSettings,
-    ProblemSettings,
-    SamplingParams,
-    SamplingSettings,
-)
+from reprieve.settings import PairSettings, ProblemSettings, SamplingParams, SamplingSettings
 from reprieve.stats import wilson_interval
 from reprieve.tasks.base import Task, TaskProblem
 from reprieve.tasks.prompting import prompt_of

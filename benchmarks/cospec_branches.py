@@ -30,12 +30,7 @@ from reprieve.heads.loading import attach_heads
 from reprieve.mining.target import ResponseFormat
 from reprieve.models.cached_model import eos_token_ids
 from reprieve.rules import Rule, parse_rule
-from reprieve.settings import (
-    MAX_DRAFT_TOKENS,
-    PairSettings,
-    ProblemSettings,
-    SamplingSettings,
-)
+from reprieve.settings import MAX_DRAFT_TOKENS, PairSettings, ProblemSettings, SamplingSettings
 from reprieve.stats import BranchChoices
 from reprieve.tasks.base import Task, TaskProblem
 from reprieve.tasks.prompting import prompt_of
@@ -43,11 +38,7 @@ from reprieve.types import Generation, RoundTrace
 from tables import share_text
 
 CATEGORIES = ("all", "draft_better", "target_better", "both_right", "both_wrong")
-_SHARES = {
-    "draft_not_worse": "num_draft_not_worse",
-    "draft_chosen": "num_draft_chosen",
-    "agreement": "num_agreed",
-}
+_SHARES = {"draft_not_worse": "num_draft_not_worse", "draft_chosen": "num_draft_chosen", "agreement": "num_agreed"}
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ import torch
 import reprieve
 from arms import over, part, run, task_of, whole, write_parts
 from reprieve.engine import Pair
-from reprieve.models import CachedModel
-from reprieve.models.cached_model import forward_seconds
+from reprieve.models.cached_model import CachedModel, forward_seconds
 from reprieve.stats import bootstrap_interval
 from reprieve.types import PARTS
 
@@ -264,11 +263,7 @@ def aims(document: dict) -> list[list[str]]:
         ),
         ["a round over K draft forwards and one of the target", "at most 1.2", bounds],
         ["target-only over transformers' `generate`", "1.0", reached("target_only over transformers plain")],
-        [
-            "`bench --limit 4` beside a busy core, over quiet",
-            "at most 1.5",
-            f"{busy:.2f}",
-        ],
+        ["`bench --limit 4` beside a busy core, over quiet", "at most 1.5", f"{busy:.2f}"],
         [
             "memory of answering 20 problems, MiB (transformers, reprieve)",
             "-",

@@ -126,10 +126,7 @@ def sweep(measurement: Measurement) -> Parts:
         alone |= measurement.answer(VLLM, measurement.arms(spec), f"alone-{number}")
     seconds.append(time.monotonic() - began)
     same = sum(together[key].text == record.text for key, record in alone.items())
-    rows = [
-        ["one run, one server", 1, f"{seconds[0]:.0f}"],
-        ["a run each", len(specs), f"{seconds[1]:.0f}"],
-    ]
+    rows = [["one run, one server", 1, f"{seconds[0]:.0f}"], ["a run each", len(specs), f"{seconds[1]:.0f}"]]
     note = f"{len(specs)} thresholds of `judge` and `lossless`, {measurement.limit} problems; {same} of {len(alone)} "
     return {"sweep": part(["thresholds by", "starts of vLLM", "seconds"], rows, f"{note}answers are the same text.")}
 

@@ -204,8 +204,7 @@ def tree_tokens(pair: Pair, task: Task, head: str, problems: list[TaskProblem]) 
     decoder = pair.decoder("lossless", num_draft_tokens=6, drafter=f"eagle3:path={head},depth=6,total_tokens=32")
     generations = [
         decoder.generate(
-            problem.prompt,
-            reprieve.SamplingParams(max_new_tokens=task.max_new_tokens, temperature=1.0, seed=number),
+            problem.prompt, reprieve.SamplingParams(max_new_tokens=task.max_new_tokens, temperature=1.0, seed=number)
         )
         for number, problem in enumerate(problems)
     ]

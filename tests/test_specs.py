@@ -73,12 +73,7 @@ composed = st.one_of(
     in_span,
     st.builds(FuzzyRule, threshold=shares, divergence=st.sampled_from(["kl", "js", "tv"])),
     st.builds(lambda parts: AllOf(tuple(parts)), st.lists(in_span, min_size=2, max_size=3)),
-    st.builds(
-        lambda a, b, c: AnyOf((AllOf((a, b)), c)),
-        in_span,
-        in_span,
-        in_span,
-    ),
+    st.builds(lambda a, b, c: AnyOf((AllOf((a, b)), c)), in_span, in_span, in_span),
 )
 
 

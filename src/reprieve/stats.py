@@ -110,11 +110,7 @@ def paired_pvalue(differences: np.ndarray, *, seed: int = 0, num_flips: int = 99
 
 
 def bootstrap_interval(
-    statistic: Callable[[np.ndarray], float],
-    num_problems: int,
-    *,
-    seed: int = 0,
-    num_resamples: int = 2000,
+    statistic: Callable[[np.ndarray], float], num_problems: int, *, seed: int = 0, num_resamples: int = 2000
 ) -> tuple[float, float]:
     """95% percentile bootstrap over problems.
 

@@ -163,18 +163,7 @@ def test_concurrency_requires_a_server_engine(capsys):
 def test_a_certificate_names_the_engine_and_its_noise_floor(bundled_pair, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     certify = ["certify", *SMALL, "--rule", "judge", "--thresholds", "0.02", "--max-drop", "0.5"]
-    certify += [
-        "--num-draft-tokens",
-        "8",
-        "--limit",
-        "12",
-        "--held-out-limit",
-        "6",
-        "--dtype",
-        "float32",
-        "--out",
-        "c",
-    ]
+    certify += ["--num-draft-tokens", "8", "--limit", "12", "--held-out-limit", "6", "--dtype", "float32", "--out", "c"]
     with PairServer(bundled_pair, RULES) as server:
         assert main([*certify, "--engine", f"openai:url={server.url}"]) in (0, 1), capsys.readouterr().err
     said = capsys.readouterr().out

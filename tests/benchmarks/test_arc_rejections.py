@@ -13,15 +13,7 @@ from transformers import (
     RobertaModel,
 )
 
-from arc_rejections import (
-    NoContradiction,
-    Rejection,
-    SameAnswer,
-    SimilarText,
-    Verdicts,
-    examine,
-    rejections,
-)
+from arc_rejections import NoContradiction, Rejection, SameAnswer, SimilarText, Verdicts, examine, rejections
 from reprieve.engine import Pair, SamplingParams
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.types import ROOT, DecodingStats, Generation, Provenance, RoundTrace, Token

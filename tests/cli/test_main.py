@@ -142,11 +142,7 @@ def test_ctrl_c_keeps_finished_answers_and_exits_130(tmp_path):
         (["bench", "--limt", "3"], 2, "unknown flag --limt; did you mean --limit?"),
         (["bench", "--limit", "0"], 2, "limit must be in [1, 10000000], got 0"),
         (["bench", "--arm", "top_k:k=0"], 2, "k must be 1 or more, got 0"),
-        (
-            ["bench", "--task", "gsm9k"],
-            2,
-            "triviaqa, word_problems, got 'gsm9k'",
-        ),
+        (["bench", "--task", "gsm9k"], 2, "triviaqa, word_problems, got 'gsm9k'"),
         (["bench", "--split", "dev"], 2, "split must be one of train, validation, test, got 'dev'"),
         (["bench", "--drafter", "oracle"], 2, "drafter must be one of draft, eagle3, ngram, got 'oracle'"),
         (["bench", "--temperature", "-1"], 2, "temperature must be in [0, 1e+06], got -1.0"),

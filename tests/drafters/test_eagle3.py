@@ -10,8 +10,8 @@ from reprieve.drafters.length import FixedLength
 from reprieve.drafters.pruning import Pruning
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.errors import SpecError, UnsupportedModelError
-from reprieve.models import CachedModel
 from reprieve.models.cache import RollbackCache
+from reprieve.models.cached_model import CachedModel
 from reprieve.types import ROOT
 from tests.kit.eagles import PROMPT, make_decoder
 from tests.kit.tiny import ARCHITECTURES, NumberTokenizer, random_eagle, tiny_model

@@ -18,8 +18,8 @@ from reprieve.drafters.length import (
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import PairError, SpecError
 from reprieve.heads.length import LengthHead
-from reprieve.models import CachedModel, cached_model
-from reprieve.models.cached_model import StepCosts
+from reprieve.models import cached_model
+from reprieve.models.cached_model import CachedModel, StepCosts
 from reprieve.rules import parse_rule
 from reprieve.settings import require_draft_tokens
 from tests.kit.tiny import NumberTokenizer, perturbed, random_eagle, random_length, tiny_model

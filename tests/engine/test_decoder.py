@@ -9,7 +9,7 @@ from reprieve.drafters import DraftModelDrafter, NgramDrafter, NgramSettings
 from reprieve.drafters.length import FixedLength
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.errors import ContextOverflowError, PairError, SpecError, UnsupportedModelError
-from reprieve.models import CachedModel
+from reprieve.models.cached_model import CachedModel
 from reprieve.models.loading import require_same_tokenizer
 from reprieve.needs import Need
 from reprieve.rules import parse_rule

@@ -14,8 +14,7 @@ from reprieve.drafters import DraftModelDrafter, EagleDrafter, EagleSettings
 from reprieve.drafters.length import AcceptanceLength, LearnedLength
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.engine.batched import BatchedSpeculativeDecoder, Request
-from reprieve.models import CachedModel
-from reprieve.models.cached_model import StepCosts
+from reprieve.models.cached_model import CachedModel, StepCosts
 from reprieve.rules import parse_rule
 from reprieve.types import ROOT, Block, Provenance
 from tests.kit.tiny import NumberTokenizer, ScriptedDrafter, perturbed, random_eagle, random_length, tiny_model

@@ -13,8 +13,8 @@ from reprieve.drafters import DraftModelDrafter, NgramDrafter
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.heads.settings import ArbiterShape
-from reprieve.models import CachedModel
 from reprieve.models.arbiter import ArbiterAdvisor, ArbiterModel
+from reprieve.models.cached_model import CachedModel
 from reprieve.needs import Need
 from reprieve.rules import RULES, RiskBudget, accept, accepts, parse_rule
 from reprieve.rules.lossless import SampledCheck

@@ -7,7 +7,7 @@ import torch
 
 from reprieve.drafters import DraftModelDrafter, NgramDrafter
 from reprieve.engine import SamplingParams, SpeculativeDecoder
-from reprieve.models import CachedModel
+from reprieve.models.cached_model import CachedModel
 from reprieve.models.direct import DirectCache
 from reprieve.types import ROOT, Block
 from tests.kit.tiny import ARCHITECTURES, NumberTokenizer, ScriptedDrafter, perturbed, tiny_model

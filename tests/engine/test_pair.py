@@ -82,8 +82,7 @@ def test_auto_gives_the_targets_answers_and_drafts_few_rejected_tokens(bundled_p
 
 
 @pytest.mark.parametrize(
-    ("spec", "kind"),
-    [("draft", DraftModelDrafter), ("ngram:max_ngram=2", NgramDrafter), ("eagle3", EagleDrafter)],
+    ("spec", "kind"), [("draft", DraftModelDrafter), ("ngram:max_ngram=2", NgramDrafter), ("eagle3", EagleDrafter)]
 )
 def test_drafters_are_selected_by_specification(bundled_pair, spec, kind):
     assert isinstance(bundled_pair.decoder(drafter=spec).drafter, kind)

@@ -12,7 +12,7 @@ from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.errors import PairError, ReprieveError, SpecError
 from reprieve.heads.loading import attach_heads, require_heads_fit
 from reprieve.heads.lts import LtsCalibration
-from reprieve.models import CachedModel
+from reprieve.models.cached_model import CachedModel
 from reprieve.rules import accepts, parse_rule
 from reprieve.rules.lts import LtsRule, lts_bound, raw_scores
 from reprieve.types import Evidence

@@ -6,8 +6,8 @@ from reprieve.drafters import DraftModelDrafter
 from reprieve.engine import SpeculativeDecoder
 from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.settings import ArbiterShape
-from reprieve.models import CachedModel
 from reprieve.models.arbiter import ArbiterModel
+from reprieve.models.cached_model import CachedModel
 from tests.kit.tiny import IDENTITY, NumberTokenizer
 
 CPU = torch.device("cpu")

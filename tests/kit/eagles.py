@@ -2,7 +2,7 @@
 
 from reprieve.drafters import EagleDrafter, EagleSettings
 from reprieve.engine import SpeculativeDecoder
-from reprieve.models import CachedModel
+from reprieve.models.cached_model import CachedModel
 from reprieve.rules import parse_rule
 from tests.kit.tiny import NumberTokenizer
 

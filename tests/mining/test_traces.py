@@ -16,7 +16,7 @@ from reprieve.mining.settings import TraceMining
 from reprieve.mining.store import LabelStore
 from reprieve.mining.target import ResponseFormat
 from reprieve.mining.traces import LABELS_VERSION, TracedRound, _reached, soft_label
-from reprieve.models import CachedModel
+from reprieve.models.cached_model import CachedModel
 from reprieve.settings import PairSettings, SamplingSettings
 from reprieve.tasks import load_task
 from tests.kit.pairs import ARITHMETIC

@@ -10,8 +10,8 @@ from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.settings import ArbiterShape
-from reprieve.models import CachedModel
 from reprieve.models.arbiter import ArbiterAdvisor, ArbitrationRound, make_advisor
+from reprieve.models.cached_model import CachedModel
 from reprieve.rules import accepts, parse_rule
 from reprieve.rules.arbiter import ArbiterRule
 from reprieve.types import Evidence, Provenance

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from reprieve.models import CachedModel
+from reprieve.models.cached_model import CachedModel
 from reprieve.models.direct import supports
 from reprieve.types import ROOT, Block
 from tests.kit.tiny import VOCAB_SIZE, tiny_model

@@ -45,8 +45,7 @@ def test_the_answer_distribution_stays_within_the_bound(seed, divergence, form):
 
 
 @pytest.mark.parametrize(
-    ("divergence", "first", "second"),
-    [("js", (0.95, 0.3), (0.01, 0.6)), ("kl", (0.95, 0.05), (0.3, 0.99))],
+    ("divergence", "first", "second"), [("js", (0.95, 0.3), (0.01, 0.6)), ("kl", (0.95, 0.05), (0.3, 0.99))]
 )
 def test_divergences_that_do_not_add_up_have_no_bound(divergence, first, second):
     """Two tokens: after a 0 the draft's distribution applies again, after a 1 the target's. Pairs are P(0)."""

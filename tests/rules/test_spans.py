@@ -11,7 +11,7 @@ import torch
 from reprieve.drafters import DraftModelDrafter
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.errors import SpecError
-from reprieve.models import CachedModel
+from reprieve.models.cached_model import CachedModel
 from reprieve.rules import InsideSpan, StrictFirst, parse_rule
 from reprieve.rules.spans import model_markers, span_is_open
 from reprieve.types import ROOT, Context, Provenance

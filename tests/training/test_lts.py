@@ -11,7 +11,7 @@ from scipy.stats import binom
 from reprieve.drafters import DraftModelDrafter
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import SpecError
-from reprieve.models import CachedModel
+from reprieve.models.cached_model import CachedModel
 from reprieve.models.sampling import Sampler
 from reprieve.rules.lts import LtsRule
 from reprieve.training.lts import (

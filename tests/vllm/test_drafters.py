@@ -17,13 +17,7 @@ from tests.vllm.drafters import K
 from tests.vllm.runner import V2
 
 JUDGE = "judge:path=reprieve/arithmetic-judge"
-LENIENT = (
-    "top_k:k=714",
-    "margin:delta=99",
-    "cascade:alpha=9",
-    "fuzzy:threshold=1",
-    f"{JUDGE},threshold=1",
-)
+LENIENT = ("top_k:k=714", "margin:delta=99", "cascade:alpha=9", "fuzzy:threshold=1", f"{JUDGE},threshold=1")
 STRICT = ("margin:delta=0", "fuzzy:threshold=0", f"{JUDGE},threshold=0")
 
 

@@ -75,10 +75,7 @@ def test_a_lenient_response_reports_rule_threshold_rescued_tokens_and_certificat
         "reprieve_certified": True,
         "num_rescued_tokens": 3,
     }
-    assert [(rule, sum(rescued)) for rule, _, rescued in stats.reprieve] == [
-        ("judge@0.04", 2),
-        ("judge@0.04", 1),
-    ]
+    assert [(rule, sum(rescued)) for rule, _, rescued in stats.reprieve] == [("judge@0.04", 2), ("judge@0.04", 1)]
     assert Metrics(4).reprieve == {} and Metrics(4).histogram == [] and Stats(4).reprieve == []
 
 

@@ -151,11 +151,7 @@ class VllmDeployer:
         return ""
 
     def _speculation(self, drafter: str) -> dict[str, Any]:
-        """Return vLLM's speculative configuration for a drafter.
-
-        Raises:
-            SpecError: vLLM has no such drafter.
-        """
+        """Return vLLM's speculative configuration for a drafter."""
         settings: Any = DRAFTERS.make(drafter)
         if settings.name == "draft":
             if self.pair.draft_source is None:

@@ -136,11 +136,7 @@ class LocalEngine(PairEngine):
     def _answer_in_workers(
         self, config: RunConfig, arms: Sequence[Arm], jobs: Sequence[Job]
     ) -> Iterator[ProblemRecord]:
-        """Yield records as they complete. The processes are kept for later calls; Ctrl-C drops the jobs in progress.
-
-        Raises:
-            EngineError: a worker died.
-        """
+        """Yield records as they complete. The processes are kept for later calls; Ctrl-C drops the jobs in progress."""
         pool = self._started(config, arms)
         waiting = [pool.submit(_answer, jobs[at : at + _CHUNK]) for at in range(0, len(jobs), _CHUNK)]
         try:

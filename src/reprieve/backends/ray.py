@@ -66,11 +66,7 @@ class RayDeployer(VllmDeployer):
 
 
 def _require_room(ray: Any, num: int, resource: str, each: int) -> None:
-    """Refuse replicas that Ray could never place.
-
-    Raises:
-        ReprieveError: the cluster's nodes are too small for so many replicas.
-    """
+    """Refuse replicas that Ray could never place."""
     room = sum(int(node["Resources"].get(resource, 0)) // each for node in ray.nodes() if node["Alive"])
     if room < num:
         raise ReprieveError(f"replicas must be at most {room}, of {each} {resource} each on one node, got {num}")

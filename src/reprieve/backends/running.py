@@ -119,9 +119,6 @@ def _get(address: str, *, missing: str | None = None) -> str:
 
     Args:
         missing: returned if the server has no such page (404); None to raise.
-
-    Raises:
-        EngineError: the server does not answer, or refuses.
     """
     key = os.environ.get("OPENAI_API_KEY")
     request = urllib.request.Request(address, headers={"Authorization": f"Bearer {key}"} if key else {})

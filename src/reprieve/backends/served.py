@@ -205,11 +205,7 @@ class ServedEngine(Engine):
         return list(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
 
     def _fields(self, arm: Arm, running: Running) -> dict[str, Any]:
-        """Return the request fields that select this arm.
-
-        Raises:
-            SpecError: the server does not offer it.
-        """
+        """Return the request fields that select this arm."""
         offered = running.facts.rules
         fields = fields_of(arm.rule, offered)
         if fields is None:
@@ -235,11 +231,7 @@ class ServedEngine(Engine):
 
 
 def _require_numbers(arm: Arm, completion: Completion) -> None:
-    """Refuse a speculating server that does not report metrics per request.
-
-    Raises:
-        EngineError: says which flag it needs.
-    """
+    """Refuse a speculating server that does not report metrics per request."""
     if arm.rule is not None and not completion.speculation and len(completion.token_ids) > _FEW:
         raise EngineError(
             "the server reports no speculation metrics: start it with --per-request-spec-decode-metrics summary"

@@ -133,13 +133,7 @@ class OpenAISettings(ServerSettings):
         return tuple(part for part in parts if part)
 
 
-_KINDS: dict[str, type] = {
-    LocalSettings.name: LocalSettings,
-    BatchedSettings.name: BatchedSettings,
-    OpenAISettings.name: OpenAISettings,
-    RaySettings.name: RaySettings,
-    VllmSettings.name: VllmSettings,
-}
+_KINDS = {kind.name: kind for kind in (LocalSettings, BatchedSettings, OpenAISettings, RaySettings, VllmSettings)}
 
 
 @dataclass(frozen=True)

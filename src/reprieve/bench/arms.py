@@ -249,11 +249,7 @@ def make_arm(spec: str | Rule, k: NumDraftTokens, *, suffixed: bool = False, tar
 
 
 def _vllm_method(name: str) -> tuple[tuple[str, Any], ...]:
-    """Entries of vLLM's speculative configuration for `vllm:METHOD,parameter=value`; parameters bear the method's name.
-
-    Raises:
-        SpecError: an unknown method, or a parameter without a value.
-    """
+    """vLLM's speculative configuration for `vllm:METHOD,parameter=value`; parameters bear the method's name."""
     method, *given = split(name.removeprefix(VLLM), ",")
     require_choice("vllm", method, VLLM_METHODS)
     parameters = parse_parameters(",".join(given), where=f"arm {VLLM}{method}")

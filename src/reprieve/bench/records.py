@@ -135,9 +135,6 @@ def _extended(
     """Extend a stored and a wanted configuration by each other, where that is allowed: equal unless they conflict.
 
     A wanted limit may be larger; lists and dictionaries of extendable settings are merged; the stored command remains.
-
-    Raises:
-        ReprieveError: an extendable setting is stored with another type.
     """
     extended, asked = dict(before), {**wanted, "command": before.get("command")}
     if isinstance(before.get("limit"), int) and before["limit"] < wanted.get("limit", 0):

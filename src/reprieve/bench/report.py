@@ -136,10 +136,7 @@ def _examples(arms: list[ArmResults], rows: Rows, strict: str) -> list[dict[str,
         {
             "arm": name,
             "problem_id": relaxed.problem_id,
-            "answers": [
-                ("lossless", lossless, _pieces(lossless)),
-                (name, relaxed, _pieces(relaxed)),
-            ],
+            "answers": [("lossless", lossless, _pieces(lossless)), (name, relaxed, _pieces(relaxed))],
         }
         for name, lossless, relaxed in chosen[:_NUM_EXAMPLES]
     ]

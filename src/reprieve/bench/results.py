@@ -23,11 +23,7 @@ Bounds = list[float]  # [lower, upper], such as two quantiles
 
 
 def _check_lengths(record: Any) -> None:
-    """Refuse intervals and differences of another length.
-
-    Raises:
-        ValueError: names the field.
-    """
+    """Refuse intervals and differences of another length."""
     lengths = {"Interval": 2, "Bounds": 2, "Difference": 3}
     for item in fields(record):
         value, length = getattr(record, item.name), lengths.get(str(item.type).removesuffix(" | None"))

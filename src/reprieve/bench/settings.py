@@ -6,12 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reprieve.errors import SpecError, require_whole
-from reprieve.settings import (
-    MAX_PROBLEMS,
-    MAX_SEED,
-    ProblemSettings,
-    SamplingSettings,
-)
+from reprieve.settings import MAX_PROBLEMS, MAX_SEED, ProblemSettings, SamplingSettings
 
 
 @dataclass(frozen=True)

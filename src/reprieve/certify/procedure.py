@@ -20,15 +20,7 @@ from reprieve.bench.run import Run
 from reprieve.bench.settings import RunSettings
 from reprieve.bench.summary import column, common_rows
 from reprieve.bundles import BUNDLED_HEADS
-from reprieve.certify.fixed_sequence import (
-    Lengths,
-    Outcomes,
-    RiskTest,
-    ThresholdStep,
-    num_needed,
-    tested,
-    walk,
-)
+from reprieve.certify.fixed_sequence import Lengths, Outcomes, RiskTest, ThresholdStep, num_needed, tested, walk
 from reprieve.certify.settings import NET_DROP, CertifySettings, Promise
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.files import replace_file
@@ -236,11 +228,7 @@ def _needed(plan: Plan, calibration: Run, task: Task) -> str:
 
 
 def _require_unseen(plan: Plan, task: Task) -> None:
-    """Refuse calibration and held-out problems that a head was trained on, or that overlap.
-
-    Raises:
-        SpecError: names the problems.
-    """
+    """Refuse calibration and held-out problems that a head was trained on, or that overlap."""
     settings = (plan.settings.run, plan.held_out)
     both = [task.problems(part.split, part.limit, offset=part.offset) for part in settings]
     for name, problems in zip(("calibration", "held-out"), both, strict=True):
@@ -258,11 +246,7 @@ def _require_unseen(plan: Plan, task: Task) -> None:
 
 
 def _require_first_walk(plan: Plan, calibration: Run, labels: set[str]) -> None:
-    """Refuse thresholds other than the first ones tested on these problems: retrying until one passes proves nothing.
-
-    Raises:
-        SpecError: names the earlier thresholds.
-    """
+    """Refuse thresholds tested after others on these problems: retrying until one passes proves nothing."""
     earlier = {record.arm for record in calibration.records} - labels - plan.lossless_labels
     if same := sorted(label for label in earlier if parse_rule(rule_of(label)).name == plan.rule.name):
         raise SpecError(

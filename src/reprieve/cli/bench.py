@@ -199,12 +199,7 @@ class Demo(Command):
 
 
 def _show_verdicts(run: Run, chat: Chat, settings: VerdictSettings, out: Path) -> None:
-    """Have a language model compare a run's answers, and print its verdict on each arm; resumes.
-
-    Raises:
-        SpecError: no such baseline.
-        ReprieveError: the judge does not answer.
-    """
+    """Have a language model compare a run's answers, and print its verdict on each arm; resumes."""
     from reprieve.bench.verdicts import judge_run
 
     with screen.progress("verdicts") as progress:

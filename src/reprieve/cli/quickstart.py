@@ -23,14 +23,7 @@ from reprieve.cli.mine import MineAutoJudge
 from reprieve.cli.report import Report
 from reprieve.cli.train import TrainJudge
 from reprieve.cli.trial import Trial, try_answers
-from reprieve.errors import (
-    EngineError,
-    ReprieveError,
-    SpecError,
-    import_extra,
-    require_choice,
-    require_whole,
-)
+from reprieve.errors import EngineError, ReprieveError, SpecError, import_extra, require_choice, require_whole
 from reprieve.files import first_difference, read_json, replace_file
 from reprieve.identity import digest
 from reprieve.mining.settings import AutoJudgeMining
@@ -207,11 +200,7 @@ class Quickstart(Command):
         return Promise(self.max_drop, max_growth=self.max_growth)
 
     def _require_same_start(self) -> None:
-        """Refuse a folder whose stages used other data or settings.
-
-        Raises:
-            ReprieveError: names the first difference.
-        """
+        """Refuse a folder whose stages used other data or settings."""
         files = [self.data, self.prompt_template, Path(self.grader.removeprefix("python:").rpartition(":")[0] or "-")]
         digests = {str(path): digest(path.read_bytes()) for path in files if path is not None and path.is_file()}
         given = dataclasses.asdict(self) | {"pair": self.pair.models}
@@ -287,11 +276,7 @@ class Quickstart(Command):
         return prompt, num_mined, num_certified, provable
 
     def _sizes(self, task: Task) -> tuple[int, int]:
-        """Say how many problems there are; returns how many to mine and to certify on.
-
-        Raises:
-            SpecError: a split with fewer than two.
-        """
+        """Say how many problems there are; returns how many to mine and to certify on."""
         sizes = {split: len(task.problems(split, _MOST)) for split in _SPLITS}
         words = (f"{size}{' or more' if size == _MOST else ''} {split}" for split, size in sizes.items())
         screen.say(f"data: {self.data or self.task}: {', '.join(words)}")

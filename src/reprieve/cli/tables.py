@@ -22,7 +22,9 @@ def results_table(results: Results, *, width: int) -> Table:
         f"{results.config.task}, {results.config.split} split, n = {results.num_problems}; "
         f"K = {results.draft_length}; brackets are 95% intervals"
     )
-    return _table(title, [_row(arm) for arm in results.arms], [_short_row(arm) for arm in results.arms], width)
+    full = [_row(arm) for arm in results.arms]
+    short = [{name: _row(arm, digits=0)[name] for name in _SHORT} for arm in results.arms]
+    return _table(title, full, short, width)
 
 
 def _table(title: str, full: list[dict[str, str]], short: list[dict[str, str]], width: int) -> Table:
@@ -102,6 +104,7 @@ def show_throughput(rows: Sequence[ThroughputResults]) -> None:
     terminal.print(_table("under load; medians over turns", full, short, terminal.width))
 
 
+_SHORT = ("arm", "solved, %", "points vs\nlossless", "tokens/\nround", "speedup vs\ntarget")  # of a narrow table
 _LOADED = ("arm", "at\nonce", "tokens/s", "first token,\nms", "over lossless")  # of a narrow table
 
 
@@ -119,30 +122,19 @@ def _loaded_row(row: ThroughputResults) -> dict[str, str]:
     }
 
 
-def _short_row(arm: ArmResults) -> dict[str, str]:
-    """The columns of a narrow table; intervals of shares in whole points."""
-    quality = _quality(arm, digits=0)
+def _row(arm: ArmResults, *, digits: int = 1) -> dict[str, str]:
+    """The cells of an arm; `digits` of the intervals of shares."""
     return {
         "arm": arm.spec,
-        "solved, %": quality["solved, %"],
-        "points vs\nlossless": quality["vs lossless"],
+        **_quality(arm, digits=digits),
         "tokens/\nround": _number(arm.tokens_per_round, ".2f"),
-        "speedup\nvs target": _speedup(arm, "speedup_vs_target"),
-    }
-
-
-def _row(arm: ArmResults) -> dict[str, str]:
-    return {
-        "arm": arm.spec,
-        **_quality(arm),
-        "tokens/round": _number(arm.tokens_per_round, ".2f"),
         "accepted": _number(arm.acceptance_rate, ".0%"),
         "rescued": str(arm.num_rescued),
-        "speedup vs target": _speedup(arm, "speedup_vs_target"),
-        "vs lossless ": _speedup(arm, "speedup_vs_lossless"),
+        "speedup vs\ntarget": _speedup(arm, "speedup_vs_target"),
+        "speedup vs\nlossless": _speedup(arm, "speedup_vs_lossless"),
         "tokens/\nanswer": _number(arm.tokens_per_answer, ".0f"),
         "rounds/\nanswer": _number(arm.rounds_per_answer, ".1f"),
-        "answers/s vs lossless": _speedup(arm, "answers_vs_lossless"),
+        "answers/s vs\nlossless": _speedup(arm, "answers_vs_lossless"),
         "cut off": str(arm.num_truncated),
         "unread": "-" if arm.accuracy is None else str(arm.num_unread),
     }
@@ -153,12 +145,12 @@ def _speedup(arm: ArmResults, name: str) -> str:
     return "-" if ratio is None else f"{ratio:.2f}x {_interval(getattr(arm, f'{name}_ci95'), 1, 2)}"
 
 
-def _quality(arm: ArmResults, *, digits: int = 1) -> dict[str, str]:
+def _quality(arm: ArmResults, *, digits: int) -> dict[str, str]:
     if arm.accuracy is None or (difference := arm.accuracy_vs_lossless) is None:
-        return {"solved, %": "-", "vs lossless": "-"}
+        return {"solved, %": "-", "points vs\nlossless": "-"}
     return {
         "solved, %": f"{100 * arm.accuracy:.1f} {_interval(arm.accuracy_ci95, 100, digits)}",
-        "vs lossless": f"{100 * difference[0]:+.1f} {_interval(difference[1:], 100, digits)}",
+        "points vs\nlossless": f"{100 * difference[0]:+.1f} {_interval(difference[1:], 100, digits)}",
     }
 
 

@@ -104,11 +104,7 @@ class TrainHead(Command):
             )
         with screen.progress("fitting", "steps") as progress:
             head = trainers[type(self.settings)](
-                tokens,
-                pair.identity,
-                manifest["task"],
-                settings=self.settings,
-                progress=progress,
+                tokens, pair.identity, manifest["task"], settings=self.settings, progress=progress
             )
         drafter = f"eagle3:{manifest['drafter_weights']}" if "drafter" in manifest else "draft"
         head = replace(head, prompt=manifest["prompt"], problems=_digests(problems), drafter=drafter)
@@ -332,11 +328,7 @@ class TrainLts(Command):
             texts = write_own_texts(path, pair, problems, params=params, progress=progress)
         with screen.progress("next steps") as progress:
             scale, swaps = collect_swaps(
-                pair,
-                [(text.prompt_ids, text.answer_ids) for text in texts],
-                recipe,
-                params,
-                progress=progress,
+                pair, [(text.prompt_ids, text.answer_ids) for text in texts], recipe, params, progress=progress
             )
         sampling = {name: value for name, value in asdict(self.sampling).items() if name != "draft_temperature"}
         fitted = fit(

@@ -2,15 +2,6 @@
 
 from reprieve.engine.decoder import SpeculativeDecoder
 from reprieve.engine.pair import DRAFT_ONLY, TARGET_ONLY, Pair, load_pair
-from reprieve.models.sampling import Sampler
 from reprieve.settings import SamplingParams
 
-__all__ = [
-    "DRAFT_ONLY",
-    "TARGET_ONLY",
-    "Pair",
-    "Sampler",
-    "SamplingParams",
-    "SpeculativeDecoder",
-    "load_pair",
-]
+__all__ = ["DRAFT_ONLY", "TARGET_ONLY", "Pair", "SamplingParams", "SpeculativeDecoder", "load_pair"]

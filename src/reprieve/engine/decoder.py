@@ -333,14 +333,7 @@ class SpeculativeDecoder:
         )
         return check, evidence
 
-    def _commit(
-        self,
-        answer: _Answer,
-        block: Block,
-        verification: Verification,
-        outcome: Outcome,
-        base: int,
-    ) -> None:
+    def _commit(self, answer: _Answer, block: Block, verification: Verification, outcome: Outcome, base: int) -> None:
         """Keep the accepted path in all caches, then add its tokens to the answer, which may end before the last."""
         self.target.keep_path(base, [0, *(node + 1 for node in outcome.path)])
         self.target.learn(base - len(answer.unread) + 1, [*answer.unread, *outcome.token_ids])

@@ -113,11 +113,7 @@ class Certificate:
             raise ReprieveError(f"certificate {str(path)!r} cannot be read: {error}") from None
 
     def _require_agreement(self) -> None:
-        """Refuse a certificate whose `rule`, `portable_rule` and `threshold` disagree.
-
-        Raises:
-            SpecError: names what differs.
-        """
+        """Refuse a certificate whose `rule`, `portable_rule` and `threshold` disagree."""
         rule, portable = parse_rule(self.rule), parse_rule(self.portable_rule)
         if pathless_spec(rule) != pathless_spec(portable):
             raise SpecError(

@@ -100,11 +100,7 @@ class Head(Artefact):
         return facts
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
-        """Return a weight by name; -1 stands for any size.
-
-        Raises:
-            SpecError: it is missing or has another shape.
-        """
+        """Return a weight by name; -1 stands for any size."""
         tensor = self.tensors.get(name)
         if (
             tensor is not None

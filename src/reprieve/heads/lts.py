@@ -89,10 +89,7 @@ class LtsCalibration(Artefact):
         distance, margin = raw_scores(evidence, self.scale)
         bucket = self.bucket_of(distance, margin, evidence.target_probs)
         bound = lts_bound(
-            distance,
-            margin,
-            embedding_factor=self.embedding_factors[bucket],
-            logit_factor=self.logit_factors[bucket],
+            distance, margin, embedding_factor=self.embedding_factors[bucket], logit_factor=self.logit_factors[bucket]
         )
         return bound, self.tolerances[bucket]
 

@@ -124,11 +124,7 @@ class Repository:
 
 
 def _certificates(head: Artefact, *folders: Path) -> dict[str, str]:
-    """Return the texts of the certificates in folders, by path in the repository.
-
-    Raises:
-        ReprieveError: a certificate that cannot be read, or that is about another head.
-    """
+    """Return the texts of the certificates in folders, by path in the repository."""
     texts = {}
     for path in sorted({path for folder in folders for path in (folder / CERTIFICATES).glob("*.json")}):
         certificate = Certificate.load(path)

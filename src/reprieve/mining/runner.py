@@ -100,11 +100,7 @@ async def _mine_one(miner: Miner, problem: TaskProblem, store: LabelStore | _Par
 
 
 def mine_in_processes(
-    settings: MiningSettings,
-    folder: Path,
-    *,
-    num_workers: int,
-    progress: Progress = no_progress,
+    settings: MiningSettings, folder: Path, *, num_workers: int, progress: Progress = no_progress
 ) -> MiningReport:
     """Mine in several local processes, each with its own copy of the pair and one CPU thread.
 

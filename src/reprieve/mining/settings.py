@@ -48,11 +48,7 @@ class MiningSettings(ProblemSettings):
             )
 
     def _require_walk(self) -> None:
-        """Refuse a walk that servers do not support.
-
-        Raises:
-            SpecError: sampling from more tokens than they return.
-        """
+        """Refuse a walk that servers do not support."""
         if not self.engine.local and not 1 <= self.num_candidates <= MOST_CANDIDATES:
             raise SpecError(
                 f"top_k must be in [1, {MOST_CANDIDATES}] where the target is on servers, which return no more "

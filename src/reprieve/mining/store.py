@@ -16,15 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reprieve.errors import ReprieveError
-from reprieve.files import (
-    append_line,
-    first_difference,
-    open_folder,
-    read_json,
-    read_lines,
-    record_from,
-    replace_file,
-)
+from reprieve.files import append_line, first_difference, open_folder, read_json, read_lines, record_from, replace_file
 from reprieve.identity import PairIdentity, digest
 from reprieve.tasks.answers import ANSWERS_VERSION
 
@@ -135,17 +127,15 @@ class LabelStore:
             raise ReprieveError(f"{str(folder)!r} holds a run's answers, no labels: name another folder")
         self._lock = open_folder(folder)
         if path.exists():
-            self._require_same(_read_manifest(path))
+            existing = _read_manifest(path)
+            if (key := first_difference(self.manifest, existing)) is not None:
+                raise ReprieveError(
+                    f"label store {str(self.folder)!r} was made with {key} = {existing.get(key)!r}, this run has "
+                    f"{self.manifest.get(key)!r}; labels are not mixed: name another folder"
+                )
         else:
             replace_file(path, json.dumps(self.manifest, indent=2) + "\n")
         self._done = {labels.problem_id for labels in self._read()}
-
-    def _require_same(self, existing: Mapping[str, Any]) -> None:
-        if (key := first_difference(self.manifest, existing)) is not None:
-            raise ReprieveError(
-                f"label store {str(self.folder)!r} was made with {key} = {existing.get(key)!r}, this run has "
-                f"{self.manifest.get(key)!r}; labels are not mixed: name another folder"
-            )
 
     def require_pair(self, pair: PairIdentity) -> None:
         """Refuse labels of another pair.

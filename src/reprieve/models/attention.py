@@ -73,12 +73,7 @@ def ancestor_matrix(parents: Sequence[int]) -> Tensor:
 
 
 def tree_mask(
-    parents: Sequence[int],
-    *,
-    num_cached: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    window: int | None = None,
+    parents: Sequence[int], *, num_cached: int, dtype: torch.dtype, device: torch.device, window: int | None = None
 ) -> Tensor:
     """Return the additive mask [1, 1, N + 1, num_cached + N + 1]: 0 where visible, the dtype's minimum elsewhere.
 

@@ -279,11 +279,7 @@ def _read_tokenizer(source: str | Path) -> Any:
 
 
 def _gguf_arguments(source: str | Path) -> tuple[str | Path, dict[str, Any]]:
-    """Return transformers' arguments for a source: a folder or hub id, and the GGUF file in it, if any.
-
-    Raises:
-        ReprieveError: no such file, or the gguf package is missing.
-    """
+    """Return transformers' arguments for a source: a folder or hub id, and the GGUF file in it, if any."""
     path = Path(source)
     if path.suffix != GGUF:
         return source, {}
@@ -319,11 +315,7 @@ def _load_model(source: str | Path, dtype: str, device: str, device_map: str | N
 
 
 def _require_whole(model: PreTrainedModel, found: Mapping[str, Any]) -> None:
-    """Refuse a model with non-finite weights, or with weights that transformers randomly initialised or ignored.
-
-    Raises:
-        ValueError: names the first such weight.
-    """
+    """Refuse a model with non-finite weights, or with weights that transformers randomly initialised or ignored."""
     for what in ("missing", "mismatched", "unexpected"):
         names = [name if isinstance(name, str) else name[0] for name in found.get(f"{what}_keys") or ()]
         if names := sorted(name for name in names if what != "unexpected" or not _SPARE.search(name)):

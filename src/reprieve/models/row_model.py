@@ -227,11 +227,7 @@ def _of_similar_length(texts: Sequence[Unread]) -> list[list[Unread]]:
 
 
 def _refuse_alibi(model: PreTrainedModel) -> None:
-    """Refuse models that compute ALiBi biases from a padding mask, which rows do not have.
-
-    Raises:
-        UnsupportedModelError: names the type.
-    """
+    """Refuse models that compute ALiBi biases from a padding mask, which rows do not have."""
     config = model.config.get_text_config()
     if config.model_type == "bloom" or getattr(config, "alibi", False):
         raise UnsupportedModelError(

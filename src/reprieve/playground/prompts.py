@@ -131,9 +131,6 @@ class Prompts:
         """Refuse a text that is too long, before it is split into tokens, or that has a lone surrogate.
 
         JSON can contain a lone surrogate, but no tokenizer can encode it.
-
-        Raises:
-            RequestError: names the field.
         """
         if len(text) > self._max_characters:
             most, got = f"{self._max_tokens} tokens", f"{len(text)} characters"

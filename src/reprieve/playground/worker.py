@@ -173,7 +173,7 @@ class Worker:
                     raise _Cancelled
                 job.send(Piece(index, token, text))
 
-            generation = decoder.generate(prompt, params, dial=job.choice.dial, on_token=take)
+            generation = decoder.generate(prompt, params, dial=job.choice.rule.dial_value, on_token=take)
             finished = Finished(index, generation)
             for tell in self._on_answer:
                 tell(job, finished)

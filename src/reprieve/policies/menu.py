@@ -46,10 +46,6 @@ class Choice:
     def strict(self) -> bool:
         return isinstance(self.rule, LosslessRule)
 
-    @property
-    def dial(self) -> float | None:
-        return self.rule.dial_value
-
 
 class Menu:
     """The offered rules by name; requests that name no rule get the first.

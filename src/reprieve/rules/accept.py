@@ -47,14 +47,7 @@ class RiskBudget:
         return left if isinstance(left, Tensor) else torch.full((), left, dtype=torch.float64, device=device)
 
 
-def accept(
-    rule: Rule,
-    block: Block,
-    evidence: Evidence,
-    checked: Checked,
-    *,
-    budget: RiskBudget,
-) -> Outcome:
+def accept(rule: Rule, block: Block, evidence: Evidence, checked: Checked, *, budget: RiskBudget) -> Outcome:
     """Walk from the last committed token down the accepted branch and choose the token that follows it.
 
     At each node, the lossless check tries the children in drafting order. If it rejects all of them, the child with the

@@ -17,13 +17,4 @@ def load_task(spec: str) -> Task:
     return task
 
 
-__all__ = [
-    "GRADERS",
-    "TASKS",
-    "Grader",
-    "Task",
-    "TaskProblem",
-    "load_task",
-    "register_grader",
-    "register_task",
-]
+__all__ = ["GRADERS", "TASKS", "Grader", "Task", "TaskProblem", "load_task", "register_grader", "register_task"]

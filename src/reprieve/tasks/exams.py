@@ -141,9 +141,6 @@ class ChoiceTask(TableTask):
         Args:
             choices: 2 to 26 texts or numbers.
             right: letter of the right one, or its position from 0 as a number.
-
-        Raises:
-            ReprieveError: other choices, or none of them.
         """
         listed = isinstance(choices, list) and 2 <= len(choices) <= len(_LETTERS)
         if not listed or not all(isinstance(item, str | int | float) and str(item).strip() for item in choices):

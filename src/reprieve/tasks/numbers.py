@@ -57,7 +57,7 @@ _VARIABLE = r"[a-zA-Z](?<![mgshLCFVWJN])(?=\s*(?:$|[-+*/^=)(]))"  # and not a un
 _GOES_ON = re.compile(
     rf"^\s*(?:\d|\(\s*or\b|out\s+of\b|outta\b|,\s*(?:maybe|perhaps|possibly)\s+\d|[:^]|[-*/+x×·]\s*[\d({_CURRENCY}]|\\(?:times|cdot|pm|div|sqrt|pi)|\*\*|(?:to|or|and)\s+[{_CURRENCY}]?\d"
     rf"|,\s*(?:and\s+|or\s+)?[{_CURRENCY}]?\d|[A-Za-z]+(?:\s*,\s*(?:and|or)?|\s+(?:and|or|to))\s*[{_CURRENCY}]?\d"
-    rf"|[A-Za-z]+\s+\d|[.'_,]\d|\.?\\[a-z]|[eE][-+]?\d|!|[π√÷²³⅛⅜⅝⅞⁰¹⁴-⁹]|{_VARIABLE})",
+    rf"|[A-Za-z]+\s+\d|[.'_,]\d|\.?\\[a-z]|[eE][-+]?\d|!|[π√÷²³⅛⅜⅝⅞⁰¹⁴-⁹]|{_VARIABLE})"
 )
 _BEFORE = re.compile(r"[\w.)}\]/^:\\]$|\d\s*[-+*/×^]$|(?:sqrt|log|pi)\s*[({]?\s*$")
 # Remarks beside an answer, and the parts of a sentence that can precede an answer.

@@ -121,11 +121,7 @@ class SwapMeter:
 
     @torch.inference_mode()
     def measure(
-        self,
-        prompt_ids: Sequence[int],
-        answer_ids: Sequence[int],
-        positions: Sequence[int],
-        token_ids: Sequence[int],
+        self, prompt_ids: Sequence[int], answer_ids: Sequence[int], positions: Sequence[int], token_ids: Sequence[int]
     ) -> Swaps:
         """Measure the effect of each token at its position, compared with the target's most likely token.
 
@@ -250,10 +246,7 @@ def bounds_of(calibration: LtsCalibration, swaps: Swaps) -> tuple[np.ndarray, np
     constants = (calibration.embedding_factors, calibration.logit_factors, calibration.tolerances)
     factor, logit_factor, tolerance = (tensor.double()[bucket] for tensor in constants)
     bound = lts_bound(
-        torch.tensor(swaps.distance),
-        torch.tensor(swaps.margin),
-        embedding_factor=factor,
-        logit_factor=logit_factor,
+        torch.tensor(swaps.distance), torch.tensor(swaps.margin), embedding_factor=factor, logit_factor=logit_factor
     )
     return bound.numpy(), tolerance.numpy()
 

@@ -89,11 +89,7 @@ def write_own_texts(
 
 
 def _read(path: Path, vocab_size: int) -> Iterator[OwnText]:
-    """Yield the texts of a file.
-
-    Raises:
-        ReprieveError: a line that is not a text of this target.
-    """
+    """Yield the texts of a file."""
     for text in read_records(path, OwnText, "target text", repair=True):
         if max([*text.prompt_ids, *text.answer_ids], default=0) >= vocab_size:
             raise ReprieveError(f"{path}, {text.problem_id}: a token is not in [0, {vocab_size - 1}]")

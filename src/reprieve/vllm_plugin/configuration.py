@@ -140,11 +140,7 @@ def require_supported(vllm_config: Any, menu: Menu) -> None:
 
 
 def _require_inputs(rule: Rule, vllm_config: Any) -> None:
-    """Refuse a rule with inputs that this configuration does not provide.
-
-    Raises:
-        SpecError: names the setting and how to change it.
-    """
+    """Refuse a rule with inputs that this configuration does not provide."""
     spec, runner, needs = vllm_config.speculative_config, runner_of(vllm_config), rule.traits.needs
     if Need.DRAFT_PROBS in needs:
         could = "ngram" not in str(spec.method)
