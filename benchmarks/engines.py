@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from arms import bundled, over, part, run, whole, write_parts
-from reprieve.backends.making import make_engine
+from reprieve.backends.factory import make_engine
 from reprieve.backends.served import ServedEngine
 from reprieve.backends.settings import EngineSettings
 from reprieve.backends.throughput import measure_throughput

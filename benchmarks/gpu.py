@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reprieve.backends.deploying import vllm_version
+from reprieve.backends.deployers import vllm_version
 from reprieve.bench.results import Results
 from reprieve.errors import ReprieveError
 from reprieve.files import read_json, replace_file

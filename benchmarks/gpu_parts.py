@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from reprieve.backends.deploying import vllm_version
+from reprieve.backends.deployers import vllm_version
 from reprieve.bundles import BUNDLES
 from reprieve.errors import ReprieveError
 from reprieve.files import replace_file

@@ -21,7 +21,7 @@ from reprieve.engine import Pair
 from reprieve.mining.building import build
 from reprieve.mining.runner import mine_problems
 from reprieve.mining.settings import AutoJudgeMining
-from reprieve.mining.show import summarise
+from reprieve.mining.show import summarise_labels
 from reprieve.mining.store import LabelStore, ProblemLabels
 from reprieve.settings import PairSettings
 from reprieve.stats import bootstrap_interval, wilson_interval
@@ -119,7 +119,7 @@ def guarantee(pair: Pair, task: Task, stores: dict[str, LabelStore]) -> dict:
             print(f"{len(answers)} of {len(prompts)} answered by the draft", flush=True)
     rows = []
     for name, problems in mined.items():
-        summary = summarise(problems)
+        summary = summarise_labels(problems)
         important, labelled = summary.num_important, summary.num_labelled
         share = over([important / labelled, *wilson_interval(important, labelled)], 1, 100)
         counts = [summary.num_problems, labelled, important]

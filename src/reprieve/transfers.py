@@ -15,7 +15,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def spread(values: list[float] | list[bool] | list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def device_tensor(values: list[float] | list[bool] | list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Values on the device, without waiting for it."""
     return to_device(torch.tensor(values, dtype=dtype), device)
 

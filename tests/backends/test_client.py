@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from reprieve.backends.client import Client
-from reprieve.backends.deploying import RunningServers
-from reprieve.backends.running import Running, ServerFacts
+from reprieve.backends.deployers import RunningServers
+from reprieve.backends.servers import Running, ServerFacts
 from reprieve.backends.settings import OpenAISettings, ServerSettings
 from reprieve.errors import EngineError
 from tests.kit.servers import PairServer
@@ -50,6 +50,6 @@ def test_a_server_without_prompt_logprobs_is_refused(bundled_pair, monkeypatch):
 
 def test_servers_of_different_models_are_refused(monkeypatch):
     names = {"http://a": "x", "http://b": "y"}
-    monkeypatch.setattr("reprieve.backends.deploying.model_of", lambda url, wanted: names[url])
+    monkeypatch.setattr("reprieve.backends.deployers.model_of", lambda url, wanted: names[url])
     with pytest.raises(EngineError, match="must serve one model under one name, got x, y"):
         RunningServers(OpenAISettings(url="http://a;http://b"), "float32")

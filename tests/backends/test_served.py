@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from reprieve.backends.factory import make_engine
 from reprieve.backends.local import LocalEngine
-from reprieve.backends.making import make_engine
 from reprieve.backends.settings import EngineSettings
 from reprieve.backends.throughput import FILE, measure_throughput
 from reprieve.bench.arms import make_arms

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from reprieve.backends.deploying import DRAFT, PAIR, TARGET, ServerPlan, VllmDeployer, fields_of
+from reprieve.backends.deployers import DRAFT, PAIR, TARGET, ServerPlan, VllmDeployer, fields_of
 from reprieve.backends.settings import EngineSettings, OpenAISettings, RaySettings, VllmSettings
 from reprieve.backends.vllm import Deployment, start_vllm
 from reprieve.bench.arms import make_arm
@@ -129,7 +129,7 @@ def test_vllms_own_methods_get_separate_servers_without_the_plugin(tmp_path):
 
 @pytest.mark.parametrize(("installed", "refused"), [((0, 32), True), ((0, 33), False), ((1, 0), False), (None, False)])
 def test_fly_is_refused_by_version_where_vllm_does_not_have_it(monkeypatch, installed, refused):
-    monkeypatch.setattr("reprieve.backends.deploying.vllm_version", lambda: installed)
+    monkeypatch.setattr("reprieve.backends.deployers.vllm_version", lambda: installed)
     deployer = VllmDeployer(VllmSettings(), PairSettings(ARITHMETIC.name), "float32")
     reason = deployer.refusal(ServerPlan(PAIR, 4, "draft", method=make_arm("vllm:fly", 4).vllm), rule("lossless"))
     assert reason == ("vLLM 0.32 has no fly, which came with 0.33" if refused else "")

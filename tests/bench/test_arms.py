@@ -147,7 +147,7 @@ class TestAuto:
 
 
 def test_charts_name_arms_without_the_paths_of_heads():
-    judge = JudgeRule(path="/long/way/j", threshold=0.1).holding(random_head())
+    judge = JudgeRule(path="/long/way/j", threshold=0.1).with_head(random_head())
     arm = make_arm(judge, 8, suffixed=True)
     assert arm.label == "judge:path=/long/way/j,threshold=0.1@K=8"
     assert arm.short_label == "judge:threshold=0.1@K=8"

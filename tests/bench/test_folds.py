@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from reprieve.backends.local import LocalEngine, _Run
+from reprieve.backends.local import LocalEngine, _RunState
 from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
 from reprieve.bench.run import Run
@@ -26,7 +26,7 @@ def test_no_problem_is_decoded_by_a_head_trained_on_it(tmp_path, pair):
     engine = LocalEngine(pair)
     run = Run(RunConfig.of(engine, [arm], settings()), [arm], engine, ToyTask(), tmp_path / "run")
     for problem in run.problems:
-        decoder = engine._decoders(_Run(run.config, []), arm)[fold_of(problem.problem_id, 3)]
+        decoder = engine._decoders(_RunState(run.config, []), arm)[fold_of(problem.problem_id, 3)]
         head = dict(decoder.rule.heads)[str(fold_folder(tmp_path, 0).parent)]
         alone = random_head(size=32, seed=fold_of(problem.problem_id, 3), pair=pair.identity)
         assert torch.equal(head.tensors["weight"], alone.tensors["weight"])
@@ -42,4 +42,4 @@ def test_folded_heads_are_held_against_the_prompt_format_too(tmp_path, pair):
     engine = LocalEngine(pair)
     config = RunConfig.of(engine, [arm], settings())
     with pytest.warns(UserWarning, match="made with the chat template and is used with raw prompts"):
-        engine._decoders(_Run(config, []), arm)
+        engine._decoders(_RunState(config, []), arm)

@@ -28,7 +28,7 @@ FLAGS = ["--grader", "number", "--prompt-template", "t.txt", "--max-new-tokens",
 
 
 def test_look_prints_the_plan_and_what_can_be_proved(data, capsys):
-    assert main(["quickstart", *SMALL, "--data", str(data), *FLAGS, "--look"]) == 0
+    assert main(["quickstart", *SMALL, "--data", str(data), *FLAGS, "--dry-run"]) == 0
     said = capsys.readouterr()
     assert "train" in said.out and "prompts: raw prompts" in said.out and "were right" in said.out
     assert "plan: mine" in said.out and "cannot prove a loss below 5 points and growth below 25%: " in said.err
@@ -36,7 +36,7 @@ def test_look_prints_the_plan_and_what_can_be_proved(data, capsys):
     plain = ["--data", str(data), "--grader", "number", "--prompt-template", "t.txt"]
     easy = ["--max-drop", "0.9", "--max-growth", "10"]
     with pytest.warns(UserWarning, match=r"max_new_tokens is \d+ instead of 1024: the models read"):
-        assert main(["quickstart", *SMALL, *plain, *easy, "--look"]) == 0
+        assert main(["quickstart", *SMALL, *plain, *easy, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "provable: a loss below 90 points" in said and "certify a loss below 90 points" in said
 
@@ -61,7 +61,7 @@ def test_bad_usage_is_refused(data, capsys, given, said):
 def test_a_row_without_a_readable_answer_is_left_out_and_named(data, recwarn):
     row = '{"question": "How many?", "answer": "some words"}'
     data.write_text("\n".join([*data.read_text().splitlines(), row]) + "\n")
-    assert main(["quickstart", *SMALL, "--data", str(data), *FLAGS, "--look"]) == 0
+    assert main(["quickstart", *SMALL, "--data", str(data), *FLAGS, "--dry-run"]) == 0
     said = [str(item.message) for item in recwarn]
     named = "line 121: grader number finds no answer in field 'answer', got 'some words'"
     assert any("1 rows of" in text and named in text for text in said)
@@ -79,7 +79,7 @@ def test_it_stops_before_any_work_if_no_answer_can_be_read(data, capsys):
     assert main(["quickstart", *SMALL, "--data", str(data), *FLAGS[:4], *limits]) == 1
     said = capsys.readouterr()
     assert "no answer could be read: check --grader and the prompt" in said.err
-    assert "--unread goes on all the same" in said.err
+    assert "--allow-unread goes on all the same" in said.err
     assert not Path("unread").exists()
 
 

@@ -67,20 +67,20 @@ def test_a_heads_decision_by_hand():
     state, logits, token = torch.randn(1, 4), torch.randn(1, 9), torch.tensor([3])
     one = LearnedLength(head).start(0.7, 1.3)
     one.begin()
-    one.learn(4, 1)  # recent: 0.8 * 0.7 + 0.2 * 1 / 2
+    one.update(4, 1)  # recent: 0.8 * 0.7 + 0.2 * 1 / 2
     scalars = torch.tensor([1.0, logits.log_softmax(-1)[0, 3], 0.0, 0.66, 0.0, 1.3])  # lossless: no dial
     this, after = torch.sigmoid(head.hidden_weight @ state[0] + head.scalar_weight @ scalars)
     for price in (this * after * 0.99, this * after * 1.01):
         asked = LearnedLength(dataclasses.replace(head, price=float(price))).start(0.7, 1.3)
         asked.begin()
-        asked.learn(4, 1)
-        assert asked.goes_on(state, logits, token) == (price < this * after)
+        asked.update(4, 1)
+        assert asked.should_continue(state, logits, token) == (price < this * after)
     one.begin()
-    assert one.goes_on(state, logits, token) == bool(this * after >= 0.5)
+    assert one.should_continue(state, logits, token) == bool(this * after >= 0.5)
     two = scalars.clone()
     two[2] = 1 / 8
     then, _ = torch.sigmoid(head.hidden_weight @ state[0] + head.scalar_weight @ two)
-    one.goes_on(state, logits, token)
+    one.should_continue(state, logits, token)
     assert one._chance == pytest.approx(float(this * then), rel=1e-5), "of all tokens so far"
 
 
@@ -93,10 +93,10 @@ def policy(cost, exact):
 def test_recent_acceptance_sets_the_length(exact):
     good, bad = (policy(0.1, exact).start(None, 0.0) for _ in range(2))
     for _ in range(16):
-        good.learn(good.begin(), good.begin())
-        bad.learn(bad.begin(), 0)
+        good.update(good.begin(), good.begin())
+        bad.update(bad.begin(), 0)
     assert good.begin() > 16 and bad.begin() == 1
-    bad.learn(0, 0)
+    bad.update(0, 0)
     assert bad.begin() == 1, "a round without a block says nothing"
     dear = policy(2.0, exact).start(None, 0.0)
     assert dear.begin() == 1
@@ -106,7 +106,7 @@ def test_rates_are_per_position_and_unseen_positions_follow_the_one_before():
     rates = AcceptanceRates(4)
     assert rates.rates() == pytest.approx([0.95] * 4)
     for num_accepted in (0, 3, 3, 3):  # rejected at once, or not at all
-        rates.learn(3, num_accepted)
+        rates.update(3, num_accepted)
     first = (3 + 8 * 0.95) / (4 + 8)
     second = (3 + 8 * first) / (3 + 8)
     third = (3 + 8 * second) / (3 + 8)
@@ -163,7 +163,7 @@ def test_only_exact_greedy_answers_start_from_earlier_rates():
         length = policy(0.1, exact)
         for _ in range(20):
             answer = length.start(None, temperature)
-            answer.learn(answer.begin(), 0)
+            answer.update(answer.begin(), 0)
         return length.start(None, temperature).begin()
 
     unseen = AcceptanceLength(StepCosts(0.1, 0.03)).start(None, 0.0).begin()
@@ -195,7 +195,7 @@ def test_tree_limits_follow_the_expected_acceptance():
     before = trees.least()
     for _ in range(10):
         trees.expect(4.0)
-        trees.learn(8, 1)
+        trees.update(8, 1)
     assert trees.least() > before, "a drafter that promises too much"
     assert TreeLength(StepCosts(0.2, 0.0)).least() > 0, "its logarithm is taken"
 

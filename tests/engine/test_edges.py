@@ -235,7 +235,7 @@ def test_a_matched_sibling_of_a_sampled_tree_is_no_rescue():
     )
     assert check.accepts.tolist() == [False, False]
     case = Evidence(block.token_ids, judged, False, check.accepts, target_scores=judged, uniforms=uniforms)
-    outcome = accept(parse_rule("lossless"), block, case, check.settle(block), budget=RiskBudget())
+    outcome = accept(parse_rule("lossless"), block, case, check.resolve(block), budget=RiskBudget())
     assert outcome.path == [1]
     assert outcome.provenance == [Provenance.MATCHED]
 

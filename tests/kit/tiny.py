@@ -184,7 +184,7 @@ def with_heads(rule: Rule, load: Callable[[str], object] = random_head) -> Rule:
     """Attach in-memory heads to a rule; `load` makes one from its kind."""
 
     def attach(part: Rule) -> Rule:
-        return part.holding(load(part.head_kind)) if isinstance(part, HeadRule) else part
+        return part.with_head(load(part.head_kind)) if isinstance(part, HeadRule) else part
 
     return rule.transform(attach)
 

@@ -113,6 +113,25 @@ def test_the_token_budget_covers_the_whole_response_exactly():
     assert last.target.asked == [([], 3)], "nothing is left to generate after the last token of the budget"
 
 
+class CountingDecoder(ContinuationDecoder):
+    """Counts the tokens that forwards read, without padding."""
+
+    def __init__(self, *args, **keywords):
+        super().__init__(*args, **keywords)
+        self.num_read = 0
+        prefill = self._model.prefill
+
+        def counted(texts, *rest):
+            self.num_read += sum(len(text.token_ids) for text in texts)
+            prefill(texts, *rest)
+
+        self._model.prefill = counted
+
+    def _choose(self, logits, active):
+        self.num_read += len(active)
+        return super()._choose(logits, active)
+
+
 @pytest.mark.parametrize("at_once", [False, True])  # True as on GPUs
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_batched_decoding_equals_single_decoding_and_reads_prefixes_once(kind, at_once):
@@ -121,7 +140,7 @@ def test_batched_decoding_equals_single_decoding_and_reads_prefixes_once(kind, a
     alone = reprieve.SpeculativeDecoder(CachedModel(model), None, NumberTokenizer())
     params = SamplingParams(max_new_tokens=20)
     wanted = [alone.generate(text, params).token_ids for text in texts]
-    decoder = ContinuationDecoder(model, num_rows=3, params=params, eos_ids=frozenset())
+    decoder = CountingDecoder(model, num_rows=3, params=params, eos_ids=frozenset())
     decoder._reads_at_once = at_once
     got, sessions = {}, [Session() for _ in texts]
 
@@ -147,7 +166,7 @@ def test_rollouts_of_one_prefix_read_it_once_or_at_once(monkeypatch, at_once):
     monkeypatch.setattr("reprieve.models.row_model._PREFILL_TOKENS", 64)
     model = tiny_model(seed=2)
     prefixes = [list(range(30)), list(range(4, 28))]
-    decoder = ContinuationDecoder(model, num_rows=12, params=SamplingParams(), eos_ids=frozenset())
+    decoder = CountingDecoder(model, num_rows=12, params=SamplingParams(), eos_ids=frozenset())
     decoder._reads_at_once = at_once  # then in one forward, and each reads it
     got = []
     for prefix in prefixes:
@@ -269,14 +288,20 @@ def test_waiting_texts_are_read_in_one_forward(monkeypatch):
     async def read(draft):
         return await asyncio.gather(*(draft.predict(*text) for text in texts))
 
+    num_forwards = 0
+
+    class Counting(BatchedDraft):
+        def _read(self, batch):
+            nonlocal num_forwards
+            num_forwards += 1
+            return super()._read(batch)
+
     expected = [alone.predict(*text) for text in texts]
-    together = BatchedDraft(model, 64)
-    assert asyncio.run(read(together)) == expected
-    assert together.num_forwards == 1
+    assert asyncio.run(read(Counting(model, 64))) == expected
+    assert num_forwards == 1
     monkeypatch.setattr("reprieve.mining.draft._MOST_LOGITS", 64 * 8)
-    small = BatchedDraft(model, 64)
-    assert asyncio.run(read(small)) == expected
-    assert small.num_forwards == 3, "no more than fits into one forward"
+    assert asyncio.run(read(Counting(model, 64))) == expected
+    assert num_forwards == 1 + 3, "no more than fits into one forward"
 
 
 def test_a_failed_forward_fails_its_texts_and_not_the_next(monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 
 from reprieve.errors import ReprieveError
 from reprieve.mining.annotations import read_annotations
-from reprieve.mining.show import html_page, shares_by_class, summarise, terminal_text, token_class
+from reprieve.mining.show import html_page, shares_by_class, summarise_labels, terminal_text, token_class
 from tests.kit.mining import WordTokenizer
 from tests.mining.toys import labels
 
@@ -50,11 +50,11 @@ def test_token_classes(text, kind):
 
 def test_summaries_count_labels_and_classes():
     items = [labels("a"), labels("b", False), labels("c", None)]
-    summary = summarise(items)
+    summary = summarise_labels(items)
     assert (summary.num_labelled, summary.num_important, summary.num_unlabelled) == (2, 1, 1)
     assert "1 important: 50.0%" in summary.sentence()
     assert shares_by_class(items, WordTokenizer()) == [("number", 2, 1)]
-    assert "no labelled mismatches" in summarise([]).sentence()
+    assert "no labelled mismatches" in summarise_labels([]).sentence()
 
 
 def test_annotations_label_every_token_by_its_span(tmp_path, bundled_pair):

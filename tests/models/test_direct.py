@@ -69,7 +69,7 @@ def test_logits_states_and_rollback_equal_the_librarys(model, folds):
             for layer, states in their_states.items():
                 torch.testing.assert_close(our_states[layer], states, rtol=tolerance, atol=tolerance)
             for one in made:
-                one.keep(keep)
+                one.crop(keep)
                 assert one.length == keep
 
 
@@ -83,7 +83,7 @@ def test_trees_and_their_kept_paths_equal_the_librarys(model, folds):
     for one in made:
         one.start(TEXT[:20])
         logits, _ = one.forward(torch.tensor([1, 5, 6, 7, 8, 9]), block)
-        one.learn(20, [1, 5, 6, 7, 8, 9])
+        one.record_ids(20, [1, 5, 6, 7, 8, 9])
         one.keep_path(20, [0, 1, 3, 5])
         assert one.cached_ids == [*TEXT[:20], 1, 5, 7, 9]
         answers += [(logits, one.forward([2, 3])[0])]
@@ -94,7 +94,7 @@ def test_trees_and_their_kept_paths_equal_the_librarys(model, folds):
 def test_the_last_rows_can_be_computed_alone(model):
     for one in both(model, hidden_layers=(-1,)):
         whole, states = one.forward(TEXT[:9])
-        one.keep(0)
+        one.crop(0)
         rows, last = one.forward(TEXT[:9], num_rows=2)
         torch.testing.assert_close(rows, whole[-2:])
         torch.testing.assert_close(last[-1], states[-1][-2:])

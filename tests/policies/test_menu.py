@@ -50,7 +50,7 @@ def test_a_requirement_holds_under_every_load():
 
 def test_a_strict_server_decodes_losslessly_and_refuses_leniency():
     menu = Menu.load({"rule": JUDGE, "fast": 0.2, "strict_only": True})
-    menu = menu.change(lambda policy: policy)
+    menu = menu.map_policies(lambda policy: policy)
     for fields in ({}, {"reprieve_rule": "on"}, {"reprieve_rule": "off"}, {"reprieve_leniency": "strict"}):
         assert isinstance(menu.choose(fields).rule, LosslessRule)
     for fields in ({"reprieve_leniency": "fast"}, {"reprieve_threshold": 0.01}, {"reprieve_leniency": "certified"}):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.policies.menu import Menu, stops
+from reprieve.policies.menu import Menu, slider_values
 from reprieve.policies.policy import Policy, RequestError
 from reprieve.rules import RULES, parse_rule
 from tests.kit.pairs import ARITHMETIC
@@ -29,24 +29,24 @@ def test_the_heads_certificate_sets_the_certified_level(policy):
 
 
 def test_a_certificate_made_under_other_conditions_is_set_aside(policy):
-    assert policy.under(num_draft_tokens=8, drafter="draft", dtype="float32") is policy
-    elsewhere = policy.under(num_draft_tokens=16, drafter="draft", dtype="bfloat16")
+    assert policy.for_conditions(num_draft_tokens=8, drafter="draft", dtype="float32") is policy
+    elsewhere = policy.for_conditions(num_draft_tokens=16, drafter="draft", dtype="bfloat16")
     assert elsewhere.certificate is None and elsewhere.levels == {"fast": 0.2}
     told = "its certificate does not hold here: num_draft_tokens 16 (certified: 8); dtype bfloat16 (certified: float32)"
     assert told in elsewhere.describe()
     with pytest.raises(RequestError, match="one of strict, fast on this server"):
         elsewhere.resolve({"reprieve_leniency": "certified"})
     with pytest.raises(SpecError, match="default certified: the certificate does not hold here"):
-        Policy.load({"rule": JUDGE, "default": "certified"}).under(num_draft_tokens=4)
+        Policy.load({"rule": JUDGE, "default": "certified"}).for_conditions(num_draft_tokens=4)
 
 
 def test_the_certificate_for_the_current_conditions_is_chosen(policy):
     here = {"num_draft_tokens": 8, "drafter": "draft", "dtype": "float32"}
-    local = policy.under(engine="local", **here)
+    local = policy.for_conditions(engine="local", **here)
     assert local.certificate.conditions.engine == "local" and local.levels["certified"] == 0.04
-    vllm = policy.under(engine="vllm", engine_version="0.32.0", runner="v1", **here)
+    vllm = policy.for_conditions(engine="vllm", engine_version="0.32.0", runner="v1", **here)
     assert vllm.certificate.conditions.runner == "v1" and "Noise floor" in vllm.certificate.statement
-    other = policy.under(engine="vllm", engine_version="0.33.0", runner="v2", **here)
+    other = policy.for_conditions(engine="vllm", engine_version="0.33.0", runner="v2", **here)
     assert other.certificate is None and "engine_version 0.33.0 (certified: 0.32.0)" in other.set_aside
 
 
@@ -200,14 +200,14 @@ def test_every_rule_has_a_slider_from_strict_to_lenient(name, tmp_path):
         random_head(name).save_pretrained(tmp_path)
         spec = f"{name}:path={tmp_path}"
     policy = Policy.load(spec, target=ARITHMETIC.name)
-    found = stops(policy)
+    found = slider_values(policy)
     if name == "lossless":
         assert found == []
         return
     leniency = [policy.rule.with_dial(value).leniency for value in found]
     assert leniency == sorted(leniency) and len(found) > 3
     if policy.rule.dial_value is not None:
-        assert stops(Policy.load({"rule": spec, "max_threshold": found[-1]}, target=ARITHMETIC.name)) == found
+        assert slider_values(Policy.load({"rule": spec, "max_threshold": found[-1]}, target=ARITHMETIC.name)) == found
 
 
 def test_leniency_orders_the_budget_rules_by_their_budget():
@@ -283,4 +283,4 @@ def test_error_messages_stay_short_and_printable(fields):
 
 def test_a_slider_extends_beyond_the_configured_threshold():
     policy = Policy.load("fuzzy:threshold=3,divergence=kl,form=released")
-    assert stops(policy)[-1] > 3 > 1 == stops(Policy.load("fuzzy"))[-1]
+    assert slider_values(policy)[-1] > 3 > 1 == slider_values(Policy.load("fuzzy"))[-1]

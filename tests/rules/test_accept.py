@@ -32,7 +32,7 @@ def walk(spec, probs, tokens, parents=None, budget=None):
         parents=block.parents,
     )
     rule = parse_rule(spec) if isinstance(spec, str) else spec
-    return accept(rule, block, evidence, check.settle(block), budget=budget or RiskBudget.of(rule))
+    return accept(rule, block, evidence, check.resolve(block), budget=budget or RiskBudget.of(rule))
 
 
 CHAIN = [[0.6, 0.3, 0.1], [0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.1, 0.2, 0.7]]
@@ -87,7 +87,7 @@ def test_replacing_rule_may_refuse_a_match():
     block = Block.chain(torch.tensor([0, 0, 1]))
     draft = torch.tensor([CHAIN[0], [0.98, 0.01, 0.01], CHAIN[2]]).log()
     evidence = Evidence(block.token_ids, rows[:-1], True, torch.tensor([True] * 3), draft_scores=draft)
-    checked = GreedyCheck(rows, block.token_ids, block.parent_rows).settle(block)
+    checked = GreedyCheck(rows, block.token_ids, block.parent_rows).resolve(block)
     outcome = accept(parse_rule("fuzzy:threshold=0.05"), block, evidence, checked, budget=RiskBudget())
     assert outcome.path == [0]
     assert outcome.next_token_id == 0

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reprieve.rules import RiskBudget, Rule, Traits, accept
-from reprieve.rules.base import Limits
+from reprieve.rules.base import RescueLimits
 from reprieve.rules.lossless import BlockCheck, GreedyCheck, SampledCheck
 from reprieve.types import ROOT, Block, Evidence, Provenance
 
@@ -28,7 +28,7 @@ class GivenRisks(Rule):
     limit: float = 0.5
     replaces: bool = False
     in_turn: bool = False
-    most: Limits | None = None
+    most: RescueLimits | None = None
 
     @property
     def traits(self):
@@ -82,7 +82,7 @@ def outcome_of(rule, block, check, *, greedy, budget=None):
         lossless_accepts=check.accepts,
         parents=block.parents,
     )
-    checked = check.settle(block, residual=not rule.traits.replaces)
+    checked = check.resolve(block, residual=not rule.traits.replaces)
     return accept(rule, block, evidence, checked, budget=budget or RiskBudget.of(rule)), checked
 
 
@@ -179,7 +179,7 @@ def test_a_looser_limit_accepts_no_less_of_a_chain(tree, greedy):
 @given(trees(), st.integers(0, 2), st.sampled_from([0.3, 0.8, 10.0]))
 def test_limits_hold_in_every_block(tree, most, allowance):
     block, scores, risks, _ = tree
-    rule = GivenRisks(risks, math.inf, most=Limits(most, allowance))
+    rule = GivenRisks(risks, math.inf, most=RescueLimits(most, allowance))
     budget = RiskBudget.of(rule)
     check = GreedyCheck(scores, block.token_ids, block.parent_rows)
     outcome, _ = outcome_of(rule, block, check, greedy=True, budget=budget)
@@ -197,5 +197,5 @@ def test_joint_verification_accepts_a_prefix(tree):
     check = BlockCheck(
         scores, block.token_ids, block.parent_rows, uniforms=uniforms, proposal_probs=None, draw=lambda p: p.argmax(-1)
     )
-    passes = check.settle(block).passes.tolist()
+    passes = check.resolve(block).passes.tolist()
     assert passes == sorted(passes, reverse=True)

@@ -15,7 +15,7 @@ from reprieve.errors import ReprieveError
 from reprieve.tasks import isolation
 from reprieve.tasks import sandbox as module
 from reprieve.tasks.isolation import MECHANISMS
-from reprieve.tasks.sandbox import Limits, Sandbox
+from reprieve.tasks.sandbox import ResourceLimits, Sandbox
 from reprieve.tasks.usage import descendants
 
 SLEEPS = "import time\nprint('begun', flush=True)\ntime.sleep({mark})"
@@ -26,7 +26,7 @@ def sandbox(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MECHANISMS", (request.param,))
         try:
-            yield Sandbox(Limits(seconds=30.0, memory_mb=256, disk_mb=8, num_processes=8))
+            yield Sandbox(ResourceLimits(seconds=30.0, memory_mb=256, disk_mb=8, num_processes=8))
         except ReprieveError as error:
             pytest.skip(f"not on this host: {error}")
 
@@ -98,7 +98,7 @@ CTRL_C = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler
 
 GRADE = (
     "from reprieve.tasks import sandbox as m; m.MECHANISMS = [x for x in m.MECHANISMS if x.name == 'CHOSEN']\n"
-    "sandbox = m.Sandbox(m.Limits(seconds=60.0))\n"
+    "sandbox = m.Sandbox(m.ResourceLimits(seconds=60.0))\n"
 )
 
 

@@ -24,10 +24,10 @@ from reprieve.tasks import isolation, load_task
 from reprieve.tasks import sandbox as module
 from reprieve.tasks.isolation import MECHANISMS
 from reprieve.tasks.programs import _printed
-from reprieve.tasks.sandbox import Limits, ProgramResult, Sandbox
+from reprieve.tasks.sandbox import ProgramResult, ResourceLimits, Sandbox
 
 OURS = f"reprieve-program-{os.getpid()}-"  # folders of this process's programs
-LIMITS = Limits(seconds=8.0, memory_mb=256, disk_mb=8, num_processes=8)
+LIMITS = ResourceLimits(seconds=8.0, memory_mb=256, disk_mb=8, num_processes=8)
 SHORT = dataclasses.replace(LIMITS, seconds=2.0)  # for programs that wait until the wall-clock limit
 
 
@@ -495,7 +495,7 @@ def test_without_isolation_programs_need_unsafe(monkeypatch, tmp_path):
     (tmp_path / "h.jsonl").write_text(json.dumps(HUMANEVAL) + "\n")
     with pytest.raises(ReprieveError, match="isolation"):
         load_task(f"humaneval:path={tmp_path / 'h.jsonl'}")
-    told = Sandbox(Limits(seconds=1.0), unsafe=True)
+    told = Sandbox(ResourceLimits(seconds=1.0), unsafe=True)
     assert not told.isolated
     assert told.run("print(input())", "x").stdout == "x\n"
     assert told.run("while True: pass").timed_out
@@ -518,7 +518,7 @@ def test_a_kernel_with_an_old_landlock_is_refused(monkeypatch):
 @pytest.mark.parametrize("values", [dict(seconds=0), dict(memory_mb=1), dict(disk_mb=0), dict(num_processes=0)])
 def test_limits_out_of_range_are_refused(values):
     with pytest.raises(SpecError, match=next(iter(values))):
-        Limits(**values)
+        ResourceLimits(**values)
 
 
 HUMANEVAL = {

@@ -18,7 +18,7 @@ from reprieve.needs import Need
 from reprieve.rules.arbiter import ArbiterRule
 from reprieve.settings import PairSettings
 from reprieve.tasks import load_task
-from reprieve.training.arbiter_warm_up import RoundReader, WarmUp, warm_up
+from reprieve.training.arbiter_warm_up import ArbiterTraining, RoundReader, warm_up
 from tests.kit.pairs import SMALL
 from tests.kit.parity import CLIMB, ParityTask, climb, mine
 from tests.kit.tiny import NumberTokenizer, perturbed, tiny_model
@@ -35,7 +35,7 @@ def traces(pair):
     return mine(pair, 8)
 
 
-QUICK = WarmUp(
+QUICK = ArbiterTraining(
     shape=ArbiterShape(dropout=0.1), learning_rate=3e-3, decisions_per_update=16, num_epochs=3, held_out=0.25
 )
 
@@ -213,7 +213,7 @@ def test_reinforcement_refuses_invalid_settings(pair, tmp_path):
 
 def test_defaults_are_the_papers():
     """Appendix C.1 and C.2."""
-    warm, climbing, shape = WarmUp(), Reinforcement(), ArbiterShape()
+    warm, climbing, shape = ArbiterTraining(), Reinforcement(), ArbiterShape()
     assert (shape.rank, shape.scale, shape.dropout) == (16, 32.0, 0.05)
     assert (warm.learning_rate, warm.weight_decay, warm.decisions_per_update) == (1e-4, 0.1, 256)
     assert (climbing.group_size, climbing.prompts_per_update, climbing.num_epochs) == (12, 128, 4)

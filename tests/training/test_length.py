@@ -70,8 +70,8 @@ def test_nothing_after_the_end_of_text_counts():
     recorder = Recorder(6, frozenset({0})).start(None, 0.0)
     recorder.begin()
     for token in (3, 0, 5, 7):
-        recorder.goes_on(torch.zeros(1, 4), torch.zeros(1, 9), torch.tensor([token]))
-    recorder.learn(6, 5)
+        recorder.should_continue(torch.zeros(1, 4), torch.zeros(1, 9), torch.tensor([token]))
+    recorder.update(6, 5)
     assert recorder.rounds == [(2, 2)]
 
 

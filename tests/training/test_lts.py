@@ -23,29 +23,29 @@ from reprieve.training.lts import (
     upper_quantile,
     whitening,
 )
-from reprieve.training.settings import LtsRecipe
+from reprieve.training.settings import LtsTraining
 from tests.kit.lts import CPU, PROMPT, calibration
 from tests.kit.tiny import NumberTokenizer, perturbed, random_eagle, tiny_model
 
 
 def test_quantiles_and_their_correction():
     values = np.arange(1.0, 101.0)
-    assert upper_quantile(values, LtsRecipe(delta=0.05)) == 95
-    assert upper_quantile(values, LtsRecipe(delta=0.1)) == 90
-    corrected = upper_quantile(values, LtsRecipe(delta=0.1, confidence=0.95))
+    assert upper_quantile(values, LtsTraining(delta=0.05)) == 95
+    assert upper_quantile(values, LtsTraining(delta=0.1)) == 90
+    corrected = upper_quantile(values, LtsTraining(delta=0.1, confidence=0.95))
     assert corrected == 96, "P(Binomial(100, 0.9) <= 95) is the first to reach 95%"
     assert binom.cdf(95, 100, 0.9) >= 0.95 > binom.cdf(94, 100, 0.9)
     with pytest.raises(SpecError, match="20 positions are too few"):
-        upper_quantile(values[:20], LtsRecipe(delta=0.05, confidence=0.95))
+        upper_quantile(values[:20], LtsTraining(delta=0.05, confidence=0.95))
 
 
 def test_the_correction_holds_in_simulation_and_the_plain_quantile_does_not():
     rng = np.random.default_rng(0)
-    recipe = LtsRecipe(delta=0.1, confidence=0.95)
+    recipe = LtsTraining(delta=0.1, confidence=0.95)
     true = -math.log(0.1)  # of the exponential distribution
     samples = rng.exponential(size=(2000, 200))
     held = np.mean([upper_quantile(sample, recipe) >= true for sample in samples])
-    plain = np.mean([upper_quantile(sample, LtsRecipe(delta=0.1)) >= true for sample in samples])
+    plain = np.mean([upper_quantile(sample, LtsTraining(delta=0.1)) >= true for sample in samples])
     assert held >= 0.95 - 3 * math.sqrt(0.05 * 0.95 / 2000)
     assert plain < 0.6
 
@@ -144,7 +144,7 @@ def test_algorithm_1_on_a_tiny_target(bucket_by):
     params = SamplingParams(max_new_tokens=60, temperature=1.0)
     plain = SpeculativeDecoder(pair.cached_target(), None, pair.tokenizer)
     texts = [(PROMPT, plain.generate(PROMPT, dataclasses.replace(params, seed=seed)).token_ids) for seed in range(12)]
-    recipe = LtsRecipe(delta=0.1, active=6, bucket_by=bucket_by, buckets=3)
+    recipe = LtsTraining(delta=0.1, active=6, bucket_by=bucket_by, buckets=3)
     scale, swaps = collect_swaps(pair, texts, recipe, params)
     assert swaps.num == 12 * 60
     made = fit(pair, "tiny", scale, swaps, recipe)
@@ -171,7 +171,7 @@ def test_recipes_are_checked():
         ({"confidence": 1.0}, "confidence must be in"),
     ):
         with pytest.raises(SpecError, match=told):
-            LtsRecipe(**changes)
+            LtsTraining(**changes)
 
 
 def test_a_strict_score_keeps_the_targets_greedy_text_on_trees_and_chains():

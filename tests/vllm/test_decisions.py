@@ -41,7 +41,7 @@ def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypa
         recorder.rounds.append([])
         decoder.generate(problem.prompt, SamplingParams(max_new_tokens=56, temperature=temperature, seed=number))
     menu = Menu.load(spec, target=ARITHMETIC.name)
-    rules = WorkerRules(menu.change(lambda policy: dataclasses.replace(policy, rule=decoder.rule)))
+    rules = WorkerRules(menu.map_policies(lambda policy: dataclasses.replace(policy, rule=decoder.rule)))
     rescued = decided = 0
     for number in range(NUM_ROUNDS):
         batch = {

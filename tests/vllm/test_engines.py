@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from vllm import __version__ as VLLM_VERSION
 
-from reprieve.backends.making import make_engine
+from reprieve.backends.factory import make_engine
 from reprieve.backends.settings import EngineSettings
 from reprieve.backends.throughput import measure_throughput
 from reprieve.bench.arms import make_arms

@@ -157,7 +157,7 @@ def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypa
         recorder.rounds.append([])
         decoder.generate(problem.prompt, SamplingParams(max_new_tokens=40, temperature=temperature, seed=number))
     menu = Menu.load(spec, target=ARITHMETIC.name)
-    rules = WorkerRules(menu.change(lambda policy: dataclasses.replace(policy, rule=decoder.rule)))
+    rules = WorkerRules(menu.map_policies(lambda policy: dataclasses.replace(policy, rule=decoder.rule)))
     rescued = 0
     for number in range(NUM_ROUNDS):
         answers = [
@@ -326,7 +326,7 @@ def test_a_span_is_followed_on_the_device():
     from reprieve.rules import parse_rule
 
     rule = parse_rule(SPAN).bind(Tokens())
-    menu = Menu.load("top_k:k=8").change(lambda policy: dataclasses.replace(policy, rule=rule))
+    menu = Menu.load("top_k:k=8").map_policies(lambda policy: dataclasses.replace(policy, rule=rule))
     logits = torch.zeros(4, V)
     logits[:, 0] = 1.0
     blocks = [[3, 4, 5], [3, 4, 5], [3, 7, 5], [0, 6, 5]]
@@ -431,7 +431,7 @@ def test_a_round_never_waits_for_the_device(spec, temperature):
     from tests.kit.waits import HostWaits
 
     batch = random_batch(4)
-    menu = Menu.load(spec).change(lambda policy: dataclasses.replace(policy, rule=policy.rule.bind(Tokens())))
+    menu = Menu.load(spec).map_policies(lambda policy: dataclasses.replace(policy, rule=policy.rule.bind(Tokens())))
     processor = hooks_of(WorkerRules(menu), contexts=[torch.tensor([1, 6, 2])] * 4)
     processor.runner.req_states.prompt_len = SimpleNamespace(gpu=torch.full((64,), 99))
     for slot in range(4):

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from reprieve.backends.running import Running, answers
+from reprieve.backends.servers import Running, answers
 from reprieve.backends.settings import ServerSettings
 from reprieve.errors import EngineError, ReprieveError, import_extra
 from reprieve.settings import SamplingParams

@@ -29,7 +29,7 @@ _COMPARED = 64  # prompts that show what all begin with
 
 
 @dataclass
-class _Run:
+class _RunState:
     """The run in progress: the beginning that its prompts share, and the decoders of each arm, one for each fold."""
 
     config: RunConfig
@@ -96,7 +96,7 @@ class LocalEngine(PairEngine):
         require_whole("workers", num_workers, 1, 1024)
         super().__init__(pair, num_workers)
         self._arms: dict[str, Arm] = {}
-        self._run: _Run | None = None
+        self._run: _RunState | None = None
         self._workers: _Workers | None = None
 
     def draft_tokens(self, arm: Arm, drafter: str) -> NumDraftTokens:
@@ -113,7 +113,7 @@ class LocalEngine(PairEngine):
     ) -> Iterator[ProblemRecord]:
         """See `Engine`. An arm that cannot be built fails here, not in every worker."""
         if self._run is None or self._run.config != config:
-            self._run = _Run(config, self._shared_prefix(problems))
+            self._run = _RunState(config, self._shared_prefix(problems))
         decoders = self._run.decoders
         by_label = {arm.label: arm for arm in arms}
         answerer = Answerer(config, task, self.tokenizer, arms, problems, self._run.decode)
@@ -162,7 +162,7 @@ class LocalEngine(PairEngine):
             self._workers = _Workers(config, set(self._arms), pool)
         return self._workers.pool
 
-    def _decoders(self, run: _Run, arm: Arm) -> list[SpeculativeDecoder]:
+    def _decoders(self, run: _RunState, arm: Arm) -> list[SpeculativeDecoder]:
         config = run.config
         conditions = config.conditions(self, arm)
         decoders = arm.decoders(self.pair, drafter=config.drafter, task=config.task, conditions=conditions)

@@ -11,8 +11,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from reprieve.backends.deploying import Announce, ServerPlan, VllmDeployer
-from reprieve.backends.running import Running, facts_of
+from reprieve.backends.deployers import Announce, ServerPlan, VllmDeployer
+from reprieve.backends.servers import Running, facts_of
 from reprieve.backends.settings import RaySettings
 from reprieve.backends.vllm import MODEL_NAME, Deployment, start_vllm
 from reprieve.errors import EngineError, ReprieveError, import_extra

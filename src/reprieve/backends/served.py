@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from reprieve.backends.client import Client, Completion
-from reprieve.backends.deploying import PAIR, TARGET, Deployer, ServerPlan, fields_of
-from reprieve.backends.running import Running
+from reprieve.backends.deployers import PAIR, TARGET, Deployer, ServerPlan, fields_of
+from reprieve.backends.servers import Running
 from reprieve.backends.settings import SERVED_DRAFT_TOKENS
 from reprieve.bench.answering import Answerer
 from reprieve.bench.arms import Arm

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from reprieve.backends.running import Running, answers, facts_of
+from reprieve.backends.servers import Running, answers, facts_of
 from reprieve.backends.settings import VllmSettings
 from reprieve.errors import EngineError, ReprieveError, install_command
 
@@ -94,7 +94,7 @@ def start_vllm(deployment: Deployment, settings: VllmSettings, *, host: str = "1
     with log.open("wb") as out:
         # In a separate session: Ctrl-C reaches only this process, which then ends the server.
         process = subprocess.Popen(command, stdout=out, stderr=out, env=_environment(settings), start_new_session=True)
-    why = _Why(process, log)
+    why = _FailureLog(process, log)
     try:
         deadline = time.monotonic() + settings.startup
         while not answers(url):
@@ -120,7 +120,7 @@ def start_vllm(deployment: Deployment, settings: VllmSettings, *, host: str = "1
 
 
 @dataclass
-class _Why:
+class _FailureLog:
     """Explanation of a server's failure: its exit status and the last errors in its log."""
 
     process: subprocess.Popen[bytes]

@@ -77,11 +77,11 @@ class LabelStats(Command):
         from rich import box
         from rich.table import Table
 
-        from reprieve.mining.show import frequent_important, shares_by_class, summarise
+        from reprieve.mining.show import frequent_important, shares_by_class, summarise_labels
         from reprieve.stats import wilson_interval
 
         problems, tokenizer = _open(self.store)
-        summary = summarise(problems)
+        summary = summarise_labels(problems)
         screen.say(summary.sentence())
         if summary.num_problems:
             screen.say(f"{summary.num_generated / summary.num_problems:.0f} tokens generated per problem")
@@ -119,7 +119,7 @@ class ImportLabels(Command):
     def run(self) -> int:
         pair = screen.load(self.pair)
         from reprieve.mining.annotations import read_annotations
-        from reprieve.mining.show import summarise
+        from reprieve.mining.show import summarise_labels
         from reprieve.mining.store import LabelStore
 
         problems = read_annotations(self.annotations, pair.tokenizer)
@@ -127,7 +127,7 @@ class ImportLabels(Command):
         for labels in problems:
             if labels.problem_id not in store.done():
                 store.append(labels)
-        screen.say(summarise(store.problems()).sentence())
+        screen.say(summarise_labels(store.problems()).sentence())
         screen.say(f"labels: {self.out}")
         return 0
 

@@ -34,7 +34,7 @@ class Mine(Command):
         screen.quiet_transformers()
         from reprieve.mining.building import build
         from reprieve.mining.runner import mine_in_processes, mine_problems
-        from reprieve.mining.show import summarise
+        from reprieve.mining.show import summarise_labels
         from reprieve.mining.store import LabelStore
 
         with screen.progress("mining", "problems") as progress:
@@ -51,7 +51,7 @@ class Mine(Command):
                 store = LabelStore(self.out)
                 self.keep_config(self.out)
         report.require_some()
-        summary = summarise(store.problems(), store.manifest.get("max_new_tokens"))
+        summary = summarise_labels(store.problems(), store.manifest.get("max_new_tokens"))
         screen.say(summary.sentence())
         if summary.num_cut_off:
             length = store.manifest["max_new_tokens"]

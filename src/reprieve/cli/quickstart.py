@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _COMPARED = 40  # problems of the last comparison
 _MOST = 10_000  # problems counted of a split
 _SPLITS = ("train", "validation", "test")
-_FREE = ("out", "look", "unread", "num_workers")  # settings that may change from run to run
+_FREE = ("out", "dry_run", "allow_unread", "num_workers")  # settings that may change from run to run
 _THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.4)  # coarser than usual: each is measured in full
 _SHARED = 16  # assumed number of answers that a server produces in the time of one; low for a GPU
 _UNTRAINED = "margin:delta=1"  # where no head could be trained
@@ -68,13 +68,13 @@ class Quickstart(Command):
         num_draft_tokens: K, drafted tokens per round; auto (adaptive), or auto:path=HEAD.
         num_workers: Parallel processes for mining and certifying. Default: one per core, at most 4; 1 on a GPU.
         seed: Same seed, same result.
-        look: Check the pair and the data, print the plan, and stop.
-        unread: Continue even if the grader found no answer in the trial responses, or no right one.
+        dry_run: Check the pair and the data, print the plan, and stop.
+        allow_unread: Continue even if the grader found no answer in the trial responses, or no right one.
         out: Folder for all results; run again with it to resume.
     """
 
     verb = "quickstart"
-    example = "reprieve quickstart --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --data questions.jsonl --look"
+    example = "reprieve quickstart --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --data questions.jsonl --dry-run"
 
     data: Path | None = None
     question: str = "question"
@@ -94,8 +94,8 @@ class Quickstart(Command):
     num_draft_tokens: NumDraftTokens = AUTO
     num_workers: int | None = None
     seed: int = 0
-    look: bool = False
-    unread: bool = False
+    dry_run: bool = False
+    allow_unread: bool = False
     engine: EngineSettings = field(default_factory=EngineSettings)
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("runs/quickstart")
@@ -122,7 +122,7 @@ class Quickstart(Command):
         from reprieve.heads.certificates import Certificate
 
         prompt, num_mined, num_certified, provable = self._look()
-        if self.look:
+        if self.dry_run:
             return 0
         self._require_same_start()
         self.keep_config(self.out)
@@ -236,7 +236,7 @@ class Quickstart(Command):
         Returns:
             the prompt settings, how many problems to mine and to certify on, and whether those can prove the promise.
         """
-        from reprieve.backends.making import make_engine
+        from reprieve.backends.factory import make_engine
         from reprieve.models.stored import stored_positions
         from reprieve.tasks import load_task
         from reprieve.tasks.prompting import with_prompts
@@ -271,8 +271,8 @@ class Quickstart(Command):
         self._tell_plan(trial, num_mined, num_certified, provable=provable)
         if doubt := trial.doubt:
             screen.warn(doubt)
-            if not (self.look or self.unread or screen.confirm("Go on all the same?")):
-                raise ReprieveError("stopped before any work: --unread goes on all the same")
+            if not (self.dry_run or self.allow_unread or screen.confirm("Go on all the same?")):
+                raise ReprieveError("stopped before any work: --allow-unread goes on all the same")
         return prompt, num_mined, num_certified, provable
 
     def _sizes(self, task: Task) -> tuple[int, int]:
@@ -383,7 +383,7 @@ class Quickstart(Command):
 
     def _vllm_command(self, certificate: Certificate, policy: Path) -> str:
         """Return the command that serves with vLLM under the measured conditions."""
-        from reprieve.backends.deploying import PAIR, ServerPlan, VllmDeployer
+        from reprieve.backends.deployers import PAIR, ServerPlan, VllmDeployer
         from reprieve.backends.settings import VllmSettings
 
         settings = self.engine.servers

@@ -172,7 +172,7 @@ def engine_and_task(
 
     plain = load_task(problems.task)
     quiet_transformers()
-    from reprieve.backends.making import make_engine
+    from reprieve.backends.factory import make_engine
 
     with contextlib.closing(make_engine(engine, pair, num_workers=num_workers, announce=warn)) as started:
         yield started, with_prompts(plain, started.tokenizer, problems.prompt)

@@ -14,13 +14,13 @@ from reprieve.cli.command import Command
 from reprieve.errors import import_extra, require_whole
 from reprieve.settings import PairSettings, ProblemSettings, SamplingParams, SamplingSettings
 from reprieve.training.settings import (
+    ArbiterTraining,
     EagleTraining,
     JudgeTraining,
     LengthTraining,
-    LtsRecipe,
+    LtsTraining,
     PivotTraining,
     StateArbiterTraining,
-    WarmUp,
 )
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class TrainArbiter(Command):
 
     preset: str = "paper"
     labels: tuple[Path, ...] = (Path("runs/traces"),)
-    settings: WarmUp = field(default_factory=WarmUp)
+    settings: ArbiterTraining = field(default_factory=ArbiterTraining)
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("runs/arbiter-sft")
 
@@ -308,7 +308,7 @@ class TrainLts(Command):
     example = "reprieve train lts --limit 200 --out heads/lts"
 
     problems: ProblemSettings = field(default_factory=lambda: ProblemSettings(split="validation"))
-    settings: LtsRecipe = field(default_factory=LtsRecipe)
+    settings: LtsTraining = field(default_factory=LtsTraining)
     sampling: SamplingSettings = field(default_factory=lambda: SamplingSettings(temperature=1.0))
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("heads/lts")

@@ -53,7 +53,7 @@ class Drafter(Protocol):
         """Return a block of depth at most `max_depth` (0 or more); it may be empty.
 
         Args:
-            length: token-by-token drafters call its `goes_on` after each token.
+            length: token-by-token drafters call its `should_continue` after each token.
         """
         ...
 

@@ -108,7 +108,7 @@ class DraftModelDrafter(Drafter):
             feed = self.sampler.draft_token(logits).to(logits.device)
             token_ids.append(feed)
             state = None if hidden is None else hidden.get(LAST)
-            if len(token_ids) < max_depth and not length.goes_on(state, logits, feed):
+            if len(token_ids) < max_depth and not length.should_continue(state, logits, feed):
                 break
         self._unread = []
         if self.hidden_layers:  # the last drafted token is encoded only if its hidden state is needed
@@ -131,7 +131,7 @@ class DraftModelDrafter(Drafter):
             self._unread.append(outcome.next_token_id)
             return
         accepted = outcome.token_ids
-        self.model.keep(self._base + len(accepted))
-        self.model.learn(self._base, accepted)
+        self.model.crop(self._base + len(accepted))
+        self.model.record_ids(self._base, accepted)
         missing = self._base + len(accepted) - self.model.length  # 1 when the whole block was accepted
         self._unread = [*accepted[len(accepted) - missing :], outcome.next_token_id]

@@ -22,7 +22,7 @@ from reprieve.models.sampling import Sampler
 from reprieve.needs import Need
 from reprieve.rules import Rule
 from reprieve.rules.distributions import entropy
-from reprieve.transfers import spread, to_host
+from reprieve.transfers import device_tensor, to_host
 from reprieve.types import ROOT, Block, HiddenStates, Outcome, Prefill, Verification
 
 MAX_NODES = 512
@@ -164,7 +164,7 @@ class EagleDrafter(Drafter):
 
     def start(self, prompt_ids: Sequence[int], sampler: Sampler, prefill: Prefill) -> None:
         self.sampler = sampler
-        self._cache.keep(0)
+        self._cache.crop(0)
         self._length = 0
         self._unread = list(prompt_ids[1:])
         self._states = [] if prefill.hidden is None else [self.head.fuse(prefill.hidden)]
@@ -196,11 +196,11 @@ class EagleDrafter(Drafter):
             )
             nodes = frontier + tree.num_nodes - len(tree.token_ids[-1])
             self._expand(tree, nodes, tree.log_probs[-1][frontier], predicted)
-        self._cache.keep(self._length)
+        self._cache.crop(self._length)
         return self._block(tree, policy)
 
     def commit(self, block: Block, outcome: Outcome, verification: Verification) -> None:
-        rows = spread([0, *(node + 1 for node in outcome.path)], torch.long, self.device)
+        rows = device_tensor([0, *(node + 1 for node in outcome.path)], torch.long, self.device)
         assert verification.hidden is not None, "the engine asks the target for the layers a drafter reads"
         taken: HiddenStates = {layer: verification.hidden[layer][rows] for layer in self.target_layers}
         self._unread += outcome.committed_ids
@@ -209,7 +209,7 @@ class EagleDrafter(Drafter):
 
     def _read_committed(self) -> tuple[Tensor, Tensor]:
         """Read the committed tokens with the target's states; return the head's logits and state after them."""
-        tokens = spread(self._unread, torch.long, self.device)
+        tokens = device_tensor(self._unread, torch.long, self.device)
         logits, states = self.head.read(tokens, torch.cat(self._states), cache=self._cache, num_cached=self._length)
         self._length += len(self._unread)
         self._unread, self._states = [], []
@@ -253,7 +253,7 @@ class EagleDrafter(Drafter):
             policy.expect(sum(math.exp(fetched[1][node]) for node in kept))
         if len(kept) < len(parents):
             parents = _renumbered(parents, kept)
-            chosen = chosen[spread(kept, torch.long, self.device)]
+            chosen = chosen[device_tensor(kept, torch.long, self.device)]
         logits = None
         if self.keep_logits:
             logits = self.head.whole_vocabulary(torch.cat(tree.logits)[chosen // self._num_children], self.vocab_size)

@@ -34,7 +34,7 @@ class RoundLength(Protocol):
         """Start a round; return its maximum depth."""
         ...
 
-    def goes_on(self, hidden: Tensor | None, logits: Tensor, token_id: Tensor) -> bool:
+    def should_continue(self, hidden: Tensor | None, logits: Tensor, token_id: Tensor) -> bool:
         """Return True if another token should be drafted after this one.
 
         Args:
@@ -44,7 +44,7 @@ class RoundLength(Protocol):
         """
         return True
 
-    def learn(self, num_drafted: int, num_accepted: int) -> None:
+    def update(self, num_drafted: int, num_accepted: int) -> None:
         """Record the outcome of a round's block, which may be empty."""
         ...
 
@@ -59,44 +59,44 @@ class TreeLength(RoundLength):
     def __init__(self, costs: StepCosts) -> None:
         self.costs = costs
         self._tokens, self._time = 3.0, 2.0  # prior of one average round
-        self._expected, self._accepted = 2.0, 2.0
-        self._levels, self._hoped = 1, 0.0
+        self._total_expected, self._total_accepted = 2.0, 2.0
+        self._levels, self._expected = 1, 0.0
 
     def begin(self) -> int:
         return _MOST_TREE
 
     def level_pays(self, reached: float) -> bool:
         """Return True if a level with this probability of being reached is worth drafting."""
-        pays = self._borne_out * reached >= self._rate * self.costs.draft
+        pays = self._calibration * reached >= self._rate * self.costs.draft
         self._levels += pays
         return pays
 
     def least(self) -> float:
         """Return the smallest path probability at which a node is worth verifying."""
         # Never 0: its logarithm is taken, and a measured cost can be 0.
-        return min(0.5, max(_SMALLEST, self._rate * self.costs.verify / self._borne_out))
+        return min(0.5, max(_SMALLEST, self._rate * self.costs.verify / self._calibration))
 
     def expect(self, num_accepted: float) -> None:
         """Record the number of accepted tokens that the drafter's probabilities predict for the tree."""
-        self._hoped = num_accepted
+        self._expected = num_accepted
 
-    def learn(self, num_drafted: int, num_accepted: int) -> None:
+    def update(self, num_drafted: int, num_accepted: int) -> None:
         """Update the speed and acceptance estimates, and reset the levels of the tree."""
         if num_drafted:
             self._tokens = _MEMORY * self._tokens + num_accepted + 1
             spent = 1 + self.costs.draft * self._levels + self.costs.verify * num_drafted
             self._time = _MEMORY * self._time + spent
-            self._expected = _MEMORY * self._expected + self._hoped
-            self._accepted = _MEMORY * self._accepted + num_accepted
-        self._levels, self._hoped = 1, 0.0
+            self._total_expected = _MEMORY * self._total_expected + self._expected
+            self._total_accepted = _MEMORY * self._total_accepted + num_accepted
+        self._levels, self._expected = 1, 0.0
 
     @property
     def _rate(self) -> float:
         return self._tokens / self._time
 
     @property
-    def _borne_out(self) -> float:
-        return min(max(self._accepted / max(self._expected, 1e-6), 0.1), 2.0)
+    def _calibration(self) -> float:
+        return min(max(self._total_accepted / max(self._total_expected, 1e-6), 0.1), 2.0)
 
 
 @runtime_checkable
@@ -128,7 +128,7 @@ class FixedLength(DraftLength, RoundLength):
     def begin(self) -> int:
         return self.most
 
-    def learn(self, num_drafted: int, num_accepted: int) -> None: ...
+    def update(self, num_drafted: int, num_accepted: int) -> None: ...
 
 
 class AcceptanceRates:
@@ -147,7 +147,7 @@ class AcceptanceRates:
         self._judged = [0.0] * num_positions
         self._memory = memory
 
-    def learn(self, num_drafted: int, num_accepted: int) -> None:
+    def update(self, num_drafted: int, num_accepted: int) -> None:
         if not num_drafted:
             return
         for position in range(len(self._judged)):
@@ -222,10 +222,10 @@ class _ChainLength(RoundLength):
     def begin(self) -> int:
         return best_length(self._answer.rates(self._answers.rates() if self._answers is not None else None), self.cost)
 
-    def learn(self, num_drafted: int, num_accepted: int) -> None:
-        self._answer.learn(num_drafted, num_accepted)
+    def update(self, num_drafted: int, num_accepted: int) -> None:
+        self._answer.update(num_drafted, num_accepted)
         if self._answers is not None:
-            self._answers.learn(num_drafted, num_accepted)
+            self._answers.update(num_drafted, num_accepted)
 
 
 class LearnedLength(DraftLength):
@@ -252,13 +252,13 @@ class _LearnedRounds(RoundLength):
         self._weight = head.hidden_weight
         self._scalars = head.scalar_weight.tolist()
         self._features = [1.0, 0.0, 0.0, 0.0, dial, temperature]
-        self.recent = Recent()
+        self.recent = RecentAcceptance()
 
     def begin(self) -> int:
         self._place, self._chance = 0, 1.0
         return self._head.most
 
-    def goes_on(self, hidden: Tensor | None, logits: Tensor, token_id: Tensor) -> bool:
+    def should_continue(self, hidden: Tensor | None, logits: Tensor, token_id: Tensor) -> bool:
         assert hidden is not None
         read = torch.cat([self._weight @ hidden[0].float(), token_log_prob(logits, token_id)])
         this, after, self._features[1] = read.tolist()
@@ -267,17 +267,17 @@ class _LearnedRounds(RoundLength):
         self._chance *= _sigmoid(this + _product(self._scalars[0], self._features))
         return self._chance * _sigmoid(after + _product(self._scalars[1], self._features)) >= self._head.price
 
-    def learn(self, num_drafted: int, num_accepted: int) -> None:
-        self.recent.learn(num_drafted, num_accepted)
+    def update(self, num_drafted: int, num_accepted: int) -> None:
+        self.recent.update(num_drafted, num_accepted)
 
 
-class Recent:
+class RecentAcceptance:
     """Recent share of accepted tokens in an answer, with exponentially decaying weights."""
 
     def __init__(self) -> None:
         self.share = 0.7
 
-    def learn(self, num_drafted: int, num_accepted: int) -> None:
+    def update(self, num_drafted: int, num_accepted: int) -> None:
         """Record the outcome of a round."""
         if num_drafted:
             self.share = _MEMORY * self.share + (1 - _MEMORY) * num_accepted / min(num_drafted, num_accepted + 1)

@@ -13,7 +13,7 @@ from reprieve.errors import SpecError, require_counts
 from reprieve.models.loading import ModelPair
 from reprieve.models.sampling import Sampler
 from reprieve.rules import Rule
-from reprieve.transfers import spread
+from reprieve.transfers import device_tensor
 from reprieve.types import Block, Outcome, Prefill, Verification
 
 
@@ -62,7 +62,7 @@ class NgramDrafter(Drafter):
         continuation = self._lookup(max_depth)
         if not continuation:
             return Block.empty(self.device)
-        return Block.chain(spread(continuation, torch.long, self.device), deterministic=True)
+        return Block.chain(device_tensor(continuation, torch.long, self.device), deterministic=True)
 
     def commit(self, block: Block, outcome: Outcome, verification: Verification) -> None:
         self.token_ids += outcome.committed_ids

@@ -15,7 +15,7 @@ from torch import Tensor
 from reprieve.engine.answer import Answer
 from reprieve.engine.batches import TextBatch, TextRow
 from reprieve.engine.pair import Pair
-from reprieve.engine.row_drafters import ACCEPT, FREE_ROW, NOISE, TARGET, RowBlock, RowText, row_drafter
+from reprieve.engine.row_drafters import ACCEPT, FREE_ROW, NOISE, TARGET, RowBlock, RowInput, row_drafter
 from reprieve.engine.text import token_ids_of
 from reprieve.errors import SpecError, require_whole
 from reprieve.models.cached_model import eos_token_ids, require_positions, same_vocabulary
@@ -27,7 +27,7 @@ from reprieve.rules import LosslessRule, RiskBudget, Rule
 from reprieve.rules.batch import Batch, BatchRequest, decide
 from reprieve.rules.lossless import residual_probs
 from reprieve.settings import SamplingParams
-from reprieve.transfers import spread, to_device, to_host
+from reprieve.transfers import device_tensor, to_device, to_host
 from reprieve.types import Context, Generation, HiddenStates, Provenance, Token, gather_token
 
 _SHARE_FREE = 8  # prompts wait until one row in this many is free, and are then read together
@@ -188,9 +188,10 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _AnswerText]):
         sizes = [min(self.num_draft_tokens, text.answer.num_left - 1) for text in texts]
         sizes = [size * self._drafter.can_draft(text.token_ids) for size, text in zip(sizes, texts, strict=True)]
         row_texts = [
-            FREE_ROW if text is None else RowText(text.token_ids, text.num_new, text.request.seed) for text in read_rows
+            FREE_ROW if text is None else RowInput(text.token_ids, text.num_new, text.request.seed)
+            for text in read_rows
         ]
-        lengths = spread([len(text.token_ids) for text in row_texts], torch.long, self.device)
+        lengths = device_tensor([len(text.token_ids) for text in row_texts], torch.long, self.device)
         longest = max(len(text.token_ids) for text in row_texts) + self.num_draft_tokens
         last = [text.token_ids[-2:] for text in row_texts]
         recent = to_device(torch.tensor([[ids[0], ids[-1]] for ids in last]), self.device)
@@ -243,8 +244,8 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _AnswerText]):
                 by_rule.setdefault(text.request.rule.spec_without_dial, []).append(index)
         for name, members in by_rule.items():
             drafted = [(index, column) for index in members for column in range(current.sizes[index])]
-            columns = spread([column for _, column in drafted], torch.long, self.device)
-            rows = spread([current.rows[index] for index, _ in drafted], torch.long, self.device)
+            columns = device_tensor([column for _, column in drafted], torch.long, self.device)
+            rows = device_tensor([current.rows[index] for index, _ in drafted], torch.long, self.device)
             logit_rows = rows * (self.num_draft_tokens + 1) + columns
             batch = self._batch(current, members, rows, columns, logit_rows)
             requests = []
@@ -259,7 +260,7 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _AnswerText]):
             if decisions.scores is not None:
                 passed = batch.lossless_accepts(decisions.scores, greedy=self.sampler.greedy)
                 scores = scores.index_copy(0, logit_rows, decisions.scores)
-            at = spread([index for index, _ in drafted], torch.long, self.device), columns
+            at = device_tensor([index for index, _ in drafted], torch.long, self.device), columns
             accepts.index_put_(at, decisions.accept | (passed & ~decisions.refuse))
             matches.index_put_(at, lossless)
         return accepts, matches, scores
@@ -291,7 +292,9 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _AnswerText]):
 
         def draws(purpose: int) -> Tensor:
             seeds = [text.request.seed for text, size in zip(texts, sizes, strict=True) for _ in range(size)]
-            return keyed_uniforms(spread(seeds, torch.long, self.device), current.lengths[rows] + columns, purpose)
+            return keyed_uniforms(
+                device_tensor(seeds, torch.long, self.device), current.lengths[rows] + columns, purpose
+            )
 
         return Batch(
             token_ids=token_ids,
@@ -309,7 +312,9 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _AnswerText]):
             draft_hidden={layer: states[rows, columns] for layer, states in (block.hidden or {}).items()},
             token_embeddings=self._embed(token_ids) if reads_embeddings else None,
             top_embeddings=self._embed(scores.argmax(-1)) if reads_embeddings else None,
-            answer_positions=spread(in_answer, torch.long, self.device) if Need.ANSWER_POSITIONS in needs else None,
+            answer_positions=device_tensor(in_answer, torch.long, self.device)
+            if Need.ANSWER_POSITIONS in needs
+            else None,
             context=self._context(texts) if Need.CONTEXT in needs else None,
             num_draft_tokens=self.num_draft_tokens,
         )
@@ -317,7 +322,7 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _AnswerText]):
     def _context(self, texts: list[_AnswerText]) -> Context:
         lengths = [len(text.token_ids) for text in texts]
         padded = [text.token_ids + [0] * (max(lengths) - len(text.token_ids)) for text in texts]
-        return Context(to_device(torch.tensor(padded), self.device), spread(lengths, torch.long, self.device))
+        return Context(to_device(torch.tensor(padded), self.device), device_tensor(lengths, torch.long, self.device))
 
     def _following(self, current: _Round, num_accepted: Tensor, rows: Tensor, scores: Tensor) -> Tensor:
         """Return the target's token after the accepted ones, [B].
@@ -338,15 +343,15 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _AnswerText]):
                 proposal = self.sampler.draft_scores(current.block.logits[rows, column]).softmax(-1)
             left = residual_probs(probs, proposal, current.block.token_ids[rows, 1 + column])
             keeps = [not text.request.rule.traits.replaces for text in current.texts]
-            refused = num_accepted < spread(current.sizes, torch.long, self.device)
-            refused &= spread(keeps, torch.bool, self.device)
+            refused = num_accepted < device_tensor(current.sizes, torch.long, self.device)
+            refused &= device_tensor(keeps, torch.bool, self.device)
             probs = torch.where(refused[:, None], left, probs)
-        seeds = spread([text.request.seed for text in current.texts], torch.long, self.device)
+        seeds = device_tensor([text.request.seed for text in current.texts], torch.long, self.device)
         return draw_at(probs, keyed_uniforms(seeds, current.lengths[rows] + num_accepted, TARGET))
 
     def _commit(self, current: _Round, accepts: Tensor, matches: Tensor, scores: Tensor) -> None:
         """Add the accepted tokens and the target's own to the answers; the host waits once, here."""
-        rows = spread(current.rows, torch.long, self.device)
+        rows = device_tensor(current.rows, torch.long, self.device)
         num_accepted = accepts.long().cumprod(-1).sum(-1)
         following = self._following(current, num_accepted, rows, scores)
         drafted = current.block.token_ids[rows, 1:]

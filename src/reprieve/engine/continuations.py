@@ -1,4 +1,4 @@
-"""Continuations of texts by one model, many at once, with shared prefixes.
+"""ResponseSampler of texts by one model, many at once, with shared prefixes.
 
 Nothing is drafted: with many texts in flight, a forward's fixed cost no longer dominates, and batching alone gains more
 than speculation.
@@ -19,7 +19,7 @@ from reprieve.models.cached_model import require_positions, shared_length
 from reprieve.models.row_model import RowModel, Unread
 from reprieve.models.sampling import Draw, Sampler, UniformDraw, choose
 from reprieve.settings import SamplingParams
-from reprieve.transfers import spread, to_device
+from reprieve.transfers import device_tensor, to_device
 
 _SNAPSHOTS = 2  # per session: the running text and the last attempt
 
@@ -123,7 +123,7 @@ class ContinuationDecoder(TextBatch[TextRequest, TextRow[TextRequest]]):
             return
         last = torch.tensor([row.token_ids[-1:] if row else [0] for row in read])
         lengths = [len(row.token_ids) - 1 if row else 0 for row in read]
-        positions = spread(lengths, torch.long, device)[:, None]
+        positions = device_tensor(lengths, torch.long, device)[:, None]
         logits, _ = self._model.forward(to_device(last, device), positions, longest=max(lengths) + 1)
         chosen = self._choose(logits[numbers, -1].float(), active)
         for number, row, token_id in zip(numbers, active, chosen, strict=True):

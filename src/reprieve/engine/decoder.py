@@ -29,7 +29,7 @@ from reprieve.rules import LosslessRule, RiskBudget, Rule, accept
 from reprieve.rules.base import bounded_risk
 from reprieve.rules.lossless import BlockCheck, Checked, ExactCheck, GreedyCheck, LosslessCheck, SampledCheck
 from reprieve.settings import SamplingParams
-from reprieve.transfers import spread
+from reprieve.transfers import device_tensor
 from reprieve.types import (
     PARTS,
     Block,
@@ -104,12 +104,12 @@ class _Answer(Answer):
     def positions(self, block: Block) -> Tensor:
         """Return the positions of a block's tokens in the answer, from 0: [N], int64."""
         first = len(self.tokens) - 1
-        return spread([first + depth for depth in block.depths], torch.long, block.token_ids.device)
+        return device_tensor([first + depth for depth in block.depths], torch.long, block.token_ids.device)
 
     def context(self, device: torch.device) -> Context:
         """Return the prompt and committed tokens as one text."""
-        token_ids = spread([*self.prompt_ids, *(token.token_id for token in self.tokens)], torch.long, device)
-        return Context(token_ids.unsqueeze(0), spread([len(token_ids)], torch.long, device))
+        token_ids = device_tensor([*self.prompt_ids, *(token.token_id for token in self.tokens)], torch.long, device)
+        return Context(token_ids.unsqueeze(0), device_tensor([len(token_ids)], torch.long, device))
 
 
 class SpeculativeDecoder:
@@ -262,18 +262,18 @@ class SpeculativeDecoder:
             answer.unread = answer.unread[-1:]
         base = self.target.length + len(answer.unread) - 1  # position of the last committed token
         with watch.part("verify" if len(answer.unread) == 1 else "prefill"):
-            unread = spread(answer.unread, torch.long, self.target.device)
+            unread = device_tensor(answer.unread, torch.long, self.target.device)
             read = self.target.forward(torch.cat([unread, block.token_ids]), block, num_rows=block.num_tokens + 1)
             verification = Verification(*read)
         with watch.part("rule"):
             check, evidence = self._evidence(answer, block, verification)
         if self.advisor is not None and block.num_tokens:
             with watch.part("advise"):
-                advice = self.advisor.advise(block, evidence, rule.settled(evidence))
+                advice = self.advisor.advise(block, evidence, rule.passes_without_advice(evidence))
                 evidence = dataclasses.replace(evidence, advice=advice)
         with watch.part("rule"):
             relaxed = rule.relaxed_target_probs(evidence) if block.num_tokens else None
-            checked = check.settle(block, relaxed_probs=relaxed, residual=not rule.traits.replaces)
+            checked = check.resolve(block, relaxed_probs=relaxed, residual=not rule.traits.replaces)
             outcome = accept(rule, block, evidence, checked, budget=answer.budget)
         with watch.part("commit"):
             self._commit(answer, block, verification, outcome, base)
@@ -336,10 +336,10 @@ class SpeculativeDecoder:
     def _commit(self, answer: _Answer, block: Block, verification: Verification, outcome: Outcome, base: int) -> None:
         """Keep the accepted path in all caches, then add its tokens to the answer, which may end before the last."""
         self.target.keep_path(base, [0, *(node + 1 for node in outcome.path)])
-        self.target.learn(base - len(answer.unread) + 1, [*answer.unread, *outcome.token_ids])
+        self.target.record_ids(base - len(answer.unread) + 1, [*answer.unread, *outcome.token_ids])
         answer.unread = [outcome.next_token_id]
         self.drafter.commit(block, outcome, verification)
-        answer.length.learn(block.num_tokens, len(outcome.path))
+        answer.length.update(block.num_tokens, len(outcome.path))
         committed = [
             Token(token_id, provenance, None if outcome.risks is None else outcome.risks[index])
             for index, (token_id, provenance) in enumerate(zip(outcome.token_ids, outcome.provenance, strict=True))

@@ -16,14 +16,14 @@ from reprieve.models.row_model import RowModel, Unread
 from reprieve.models.sampling import Sampler, draw_at, keyed_uniforms
 from reprieve.needs import Need
 from reprieve.rules import Rule
-from reprieve.transfers import spread, to_device
+from reprieve.transfers import device_tensor, to_device
 from reprieve.types import HiddenStates
 
 DRAFT, ACCEPT, TARGET, NOISE = range(4)  # purposes of the draws at one position
 
 
 @dataclass(frozen=True)
-class RowText:
+class RowInput:
     """Text of a row.
 
     Args:
@@ -37,7 +37,7 @@ class RowText:
     seed: int
 
 
-FREE_ROW = RowText([0], 1, 0)
+FREE_ROW = RowInput([0], 1, 0)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class RowDrafter:
         """Return True if the next block of a text counts."""
         return True
 
-    def propose(self, texts: Sequence[RowText], recent: Tensor, lengths: Tensor, longest: int) -> RowBlock:
+    def propose(self, texts: Sequence[RowInput], recent: Tensor, lengths: Tensor, longest: int) -> RowBlock:
         """Draft a block.
 
         Args:
@@ -125,7 +125,7 @@ class DraftModelRows(RowDrafter):
     def read_prompts(self, unread: Sequence[Unread]) -> None:
         self.model.prefill(unread)
 
-    def propose(self, texts: Sequence[RowText], recent: Tensor, lengths: Tensor, longest: int) -> RowBlock:
+    def propose(self, texts: Sequence[RowInput], recent: Tensor, lengths: Tensor, longest: int) -> RowBlock:
         chain = [recent[:, 1:]]
         kept: list[Tensor] = []
         states: dict[int, list[Tensor]] = {layer: [] for layer in self.model.hidden_layers}
@@ -134,7 +134,7 @@ class DraftModelRows(RowDrafter):
             for layer, part in hidden.items():
                 states[layer].append(part[:, -1:].clone())
 
-        seeds = spread([text.seed for text in texts], torch.long, lengths.device) if self.samples else None
+        seeds = device_tensor([text.seed for text in texts], torch.long, lengths.device) if self.samples else None
         # Always read the second-to-last token again: after a fully accepted block, the draft's cache lacks it.
         feed, positions = recent, (lengths[:, None] + torch.arange(-2, 0, device=lengths.device)).clamp_min(0)
         for step in range(self.num_draft_tokens):
@@ -190,8 +190,8 @@ class EagleRows(RowDrafter):
 
     def observe_prompts(self, texts: Sequence[Unread], hidden: HiddenStates) -> None:
         states = self.head.fuse(hidden)
-        rows = spread([text.row for text in texts], torch.long, self.device)
-        last = spread([len(text.token_ids) - 1 for text in texts], torch.long, self.device)
+        rows = device_tensor([text.row for text in texts], torch.long, self.device)
+        last = device_tensor([len(text.token_ids) - 1 for text in texts], torch.long, self.device)
         self._states[rows, 0] = states[torch.arange(len(texts), device=self.device), last]
         size = states.shape[1] - 1  # the head does not read the first token
         if size:
@@ -210,11 +210,11 @@ class EagleRows(RowDrafter):
     def can_draft(self, token_ids: Sequence[int]) -> bool:
         return len(token_ids) > 1
 
-    def propose(self, texts: Sequence[RowText], recent: Tensor, lengths: Tensor, longest: int) -> RowBlock:
+    def propose(self, texts: Sequence[RowInput], recent: Tensor, lengths: Tensor, longest: int) -> RowBlock:
         counts = [text.num_new for text in texts]
         size = max(counts)
         padded = [text.token_ids[-text.num_new :] + [0] * (size - text.num_new) for text in texts]
-        new = spread(counts, torch.long, self.device)
+        new = device_tensor(counts, torch.long, self.device)
         # A token is at the head's position before its own. What padding writes is overwritten before it is read.
         first = (lengths - new - 1).clamp_min(0)
         positions = first[:, None] + torch.arange(size, device=self.device)

@@ -66,7 +66,7 @@ def attach_heads(rule: Rule, target: str | None = None) -> Rule:
             raise SpecError(f"rule {part.name} needs path=FOLDER, a head from `{part.made_by}`")
         if isinstance(part, LearnedRule) and part.threshold is None:
             part = dataclasses.replace(part, threshold=_certified_threshold(part, source))
-        return dataclasses.replace(part.holding(load_head(source, kind=part.head_kind)), source=source)
+        return dataclasses.replace(part.with_head(load_head(source, kind=part.head_kind)), source=source)
 
     return rule.transform(attach)
 

@@ -9,7 +9,7 @@ from reprieve.concurrency import gather_all
 from reprieve.mining.draft import Draft
 from reprieve.mining.settings import AutoJudgeMining
 from reprieve.mining.store import MINED, NO_ANSWER, Mismatch, ProblemLabels
-from reprieve.mining.target import Continuations, ResponseFormat, Target, TokenizationError
+from reprieve.mining.target import ResponseFormat, ResponseSampler, Target, TokenizationError
 from reprieve.models.sampling import GumbelNoise
 from reprieve.tasks import TaskProblem
 from reprieve.tasks.base import grade
@@ -78,7 +78,7 @@ class _Search:
         settings = miner.settings
         self.noise = None if settings.sampling.greedy else GumbelNoise(settings.problem_seed(problem.problem_id))
         self.draft = miner.make_draft(self.noise)
-        self.texts = Continuations(miner.target, miner.responses, problem)
+        self.texts = ResponseSampler(miner.target, miner.responses, problem)
 
     async def complete(self, response_ids: list[int]) -> list[int]:
         """Return the completed response, unchanged if it has ended."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from reprieve.backends.client import Client
-from reprieve.backends.deploying import TARGET, Deployer, ServerPlan, fields_of
-from reprieve.backends.making import make_deployer
-from reprieve.backends.running import Running
+from reprieve.backends.deployers import TARGET, Deployer, ServerPlan, fields_of
+from reprieve.backends.factory import make_deployer
+from reprieve.backends.servers import Running
 from reprieve.drafters import DRAFTERS
 from reprieve.drafters.eagle3 import EagleSettings
 from reprieve.engine import Pair
@@ -59,7 +59,7 @@ class Miner(Protocol):
 
 
 @dataclass(frozen=True)
-class Workbench:
+class MiningJob:
     """Miner with its problems and the manifest of its label store; `close` it when done."""
 
     miner: Miner
@@ -68,7 +68,7 @@ class Workbench:
     close: Callable[[], None]  # stops the server that was started for it
 
 
-def build(settings: MiningSettings, *, announce: Callable[[str], None] = lambda line: None) -> Workbench:
+def build(settings: MiningSettings, *, announce: Callable[[str], None] = lambda line: None) -> MiningJob:
     """Load the pair and the task and make the miner; close it when done.
 
     Args:
@@ -97,7 +97,7 @@ def build(settings: MiningSettings, *, announce: Callable[[str], None] = lambda 
         )
         miner = _miner(settings, pair, responses, served)
         manifest = _manifest(settings, pair, responses, served)
-        return Workbench(miner, problems, manifest, close=started.pop_all().close)
+        return MiningJob(miner, problems, manifest, close=started.pop_all().close)
 
 
 @dataclass(frozen=True)

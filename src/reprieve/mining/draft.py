@@ -17,7 +17,7 @@ from reprieve.models.cache import RollbackCache
 from reprieve.models.cached_model import CachedModel, execution_device, shared_length
 from reprieve.models.eagle3 import EagleHead
 from reprieve.models.sampling import GumbelNoise, Sampler, gumbel_choice
-from reprieve.transfers import spread
+from reprieve.transfers import device_tensor
 from reprieve.types import Block, HiddenStates
 
 _AHEAD = 32  # tokens read at once
@@ -51,10 +51,10 @@ class EagleModel(CachedModel):
         self._head_cache = RollbackCache()
         self._states = torch.empty(0, head.fc.out_features, dtype=head.fc.weight.dtype, device=self.device)
 
-    def keep(self, length: int) -> None:
+    def crop(self, length: int) -> None:
         """Roll back to the first `length` tokens."""
-        super().keep(length)
-        self._head_cache.keep(max(0, length - 1))
+        super().crop(length)
+        self._head_cache.crop(max(0, length - 1))
         self._states = self._states[:length]
 
     def _run(
@@ -67,7 +67,7 @@ class EagleModel(CachedModel):
         num_rows = len(token_ids) if num_logits is None else num_logits
         logits = torch.full((num_rows, self._num_columns), -torch.inf, device=self.device)
         if unread := self.cached_ids[first:]:
-            tokens = spread(unread, torch.long, self.device)
+            tokens = device_tensor(unread, torch.long, self.device)
             read, _ = self.head.read(tokens, self._states[first - 1 : -1], cache=self._head_cache, num_cached=first - 1)
             known = read[-num_rows:]
             logits[num_rows - len(known) :, self.head.target_ids] = known
@@ -108,7 +108,7 @@ class DraftReader(Draft):
         if shared <= first:
             self.model.start(prompt_ids[:-1], reuse_prefix=True)
             shared, self._predicted = first, []
-        self.model.keep(shared)
+        self.model.crop(shared)
         del self._predicted[shared - first :]
         if shared < len(text) - 1:
             logits, _ = self.model.forward(text[shared:-1])

@@ -19,7 +19,7 @@ from reprieve.engine.batches import Stepper
 from reprieve.files import parse_json
 from reprieve.mining.settings import PivotMining
 from reprieve.mining.store import MINED, Mismatch, ProblemLabels
-from reprieve.mining.target import Continuations, ResponseFormat, Target
+from reprieve.mining.target import ResponseFormat, ResponseSampler, Target
 from reprieve.models.cached_model import CachedModel
 from reprieve.models.sampling import Draw, Sampler, UniformDraw
 from reprieve.rules import LosslessRule
@@ -201,7 +201,7 @@ class _Walk:
         self.problem = problem
         self.seed = miner.settings.problem_seed(problem.problem_id)
         self.source = miner.make_source(self.seed)
-        self.texts = Continuations(miner.target, miner.responses, problem)
+        self.texts = ResponseSampler(miner.target, miner.responses, problem)
         self.response_ids: list[int] = []
 
     async def label(self, candidate: Candidate) -> Mismatch:

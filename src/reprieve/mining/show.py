@@ -53,7 +53,7 @@ class LabelSummary:
         )
 
 
-def summarise(problems: Sequence[ProblemLabels], max_new_tokens: int | None = None) -> LabelSummary:
+def summarise_labels(problems: Sequence[ProblemLabels], max_new_tokens: int | None = None) -> LabelSummary:
     """Count problems and labels.
 
     Args:

@@ -117,7 +117,7 @@ class Target(Protocol):
         return work()
 
 
-class Continuations:
+class ResponseSampler:
     """Whole responses to one problem that begin with given tokens."""
 
     def __init__(self, target: Target, responses: ResponseFormat, problem: TaskProblem) -> None:

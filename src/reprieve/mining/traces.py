@@ -20,7 +20,7 @@ from reprieve.engine.batches import Stepper
 from reprieve.mining.pivot import seeded_draw
 from reprieve.mining.settings import TraceMining
 from reprieve.mining.store import MINED, Mismatch, ProblemLabels, TracedRound
-from reprieve.mining.target import Continuations, ResponseFormat, Target
+from reprieve.mining.target import ResponseFormat, ResponseSampler, Target
 from reprieve.rules import LosslessRule
 from reprieve.tasks import TaskProblem
 from reprieve.tasks.chat import Chat, ask_until
@@ -56,14 +56,14 @@ def soft_label(draft_utility: float, target_utility: float, *, tie: float) -> fl
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedResponse:
     """Response by plain speculative decoding, and its rounds with drafted tokens, without labels."""
 
     response_ids: list[int]
     rounds: list[TracedRound]
 
 
-Tracer = Callable[[list[int], SamplingParams], Awaitable[Traced]]  # given a prompt
+Tracer = Callable[[list[int], SamplingParams], Awaitable[TracedResponse]]  # given a prompt
 
 
 class DecoderTracer:
@@ -79,11 +79,11 @@ class DecoderTracer:
         self._make_decoder = make_decoder
         self._decoders = threading.local()
 
-    async def __call__(self, prompt_ids: list[int], params: SamplingParams) -> Traced:
+    async def __call__(self, prompt_ids: list[int], params: SamplingParams) -> TracedResponse:
         """Return the rounds of one response."""
         return await self._target.run_blocking(lambda: self._trace(prompt_ids, params))
 
-    def _trace(self, prompt_ids: list[int], params: SamplingParams) -> Traced:
+    def _trace(self, prompt_ids: list[int], params: SamplingParams) -> TracedResponse:
         if not hasattr(self._decoders, "decoder"):  # each thread has its own, because decoders have caches
             self._decoders.decoder = self._make_decoder()
         generation: Generation = self._decoders.decoder.generate(prompt_ids, params, trace=True)
@@ -94,7 +94,7 @@ class DecoderTracer:
             for start, traced in zip(starts, generation.trace, strict=False)
             if traced.drafted_ids
         ]
-        return Traced(generation.token_ids, rounds)
+        return TracedResponse(generation.token_ids, rounds)
 
 
 class BatchedTracer:
@@ -105,12 +105,12 @@ class BatchedTracer:
     """
 
     def __init__(self, decoder: BatchedSpeculativeDecoder) -> None:
-        self._stepper: Stepper[Request, Traced] = Stepper(decoder)
+        self._stepper: Stepper[Request, TracedResponse] = Stepper(decoder)
 
-    async def __call__(self, prompt_ids: list[int], params: SamplingParams) -> Traced:
+    async def __call__(self, prompt_ids: list[int], params: SamplingParams) -> TracedResponse:
         """Return the rounds of one response."""
 
-        def request(finish: Callable[[Traced], None]) -> Request:
+        def request(finish: Callable[[TracedResponse], None]) -> Request:
             rounds: list[TracedRound] = []
             length = 0
 
@@ -122,7 +122,7 @@ class BatchedTracer:
                 return True
 
             def done(generation: Generation) -> None:
-                finish(Traced(generation.token_ids, rounds))
+                finish(TracedResponse(generation.token_ids, rounds))
 
             return Request(prompt_ids, LosslessRule(), params.max_new_tokens, done, watch, params.seed)
 
@@ -207,7 +207,7 @@ class _Branches:
         self.problem = problem
         self.response_ids = response_ids
         self.seed = self.settings.problem_seed(problem.problem_id)
-        self.texts = Continuations(miner.target, miner.responses, problem)
+        self.texts = ResponseSampler(miner.target, miner.responses, problem)
         # Whole responses, and the position from which each is greedy; earlier tokens may be sampled or forced.
         self._known = [(0, self.response_ids)] if self.settings.sampling.greedy else []
 

@@ -27,7 +27,7 @@ from reprieve.models.cache import RollbackCache
 from reprieve.models.cached_model import execution_device, refuse_recurrent, require_positions
 from reprieve.needs import Need
 from reprieve.rules import Rule
-from reprieve.transfers import spread, to_device, to_host
+from reprieve.transfers import device_tensor, to_device, to_host
 from reprieve.types import Block, Evidence
 
 _CONTEXT = -1  # region number of context tokens
@@ -237,7 +237,7 @@ class ArbiterModel(nn.Module):
         return logits
 
     def _embed(self, token_ids: Sequence[int]) -> Tensor:
-        ids = spread(list(token_ids), torch.long, self.device)
+        ids = device_tensor(list(token_ids), torch.long, self.device)
         embedded: Tensor = self.backbone.get_input_embeddings()(ids)
         return embedded
 
@@ -294,7 +294,7 @@ class ArbiterAdvisor:
         num_positions = max_length + num_draft_tokens + 2
         require_positions(self.model.backbone, num_positions, what="context and a round's tokens, read by the arbiter,")
         self._context_ids = list(prompt_ids)
-        self._cache.keep(0)
+        self._cache.crop(0)
 
     def advise(self, block: Block, evidence: Evidence, settled: Tensor) -> Tensor:
         """Return pi(accept) of each drafted token, [N], which becomes `Evidence.advice`.
@@ -331,7 +331,7 @@ class ArbiterAdvisor:
         embeddings = torch.cat([*parts, self.model._embed_region(arbitration)])
         hidden = self.model._run(embeddings, rows, columns, self._cache)
         self.num_read += len(embeddings)
-        self._cache.keep(end)
+        self._cache.crop(end)
         return self.model._score(hidden, end - first, arbitration)
 
     def commit(self, token_ids: Sequence[int]) -> None:
@@ -340,7 +340,7 @@ class ArbiterAdvisor:
 
     def forget(self) -> None:
         """Drop the cache: the next round reads the whole context again."""
-        self._cache.keep(0)
+        self._cache.crop(0)
 
 
 def make_advisor(rule: Rule, draft: PreTrainedModel | None) -> ArbiterAdvisor | None:

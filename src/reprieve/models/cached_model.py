@@ -17,7 +17,7 @@ from reprieve.errors import ContextOverflowError, UnsupportedModelError
 from reprieve.models.attention import layer_windows, masks_by_layer, tree_mask, without_cudnn
 from reprieve.models.cache import RollbackCache
 from reprieve.models.direct import DirectCache, DirectModel, supports
-from reprieve.transfers import spread, to_device
+from reprieve.transfers import device_tensor, to_device
 from reprieve.types import ROOT, Block, HiddenStates, Prefill, select_rows
 
 _UNKNOWN = -1  # cached token whose id the host does not know
@@ -83,7 +83,7 @@ class CachedModel:
         shared = 0
         if reuse_prefix:
             shared = shared_length(token_ids, self.cached_ids)
-        self.keep(shared)
+        self.crop(shared)
         if shared == len(token_ids):
             return Prefill()
         logits, hidden = self._run(list(token_ids[shared:]), num_logits=1)
@@ -91,7 +91,7 @@ class CachedModel:
 
     def share_prefix(self, token_ids: Sequence[int]) -> None:
         """Name tokens with which most texts begin: `restart` reads them once."""
-        self.keep(0)
+        self.crop(0)
         self._shared_ids = list(token_ids)
 
     def restart(self, token_ids: Sequence[int]) -> list[int]:
@@ -105,7 +105,7 @@ class CachedModel:
         elif not self._holds_shared:
             self.start(self._shared_ids)
             self._holds_shared = True
-        self.keep(size)
+        self.crop(size)
         return list(token_ids[size:])
 
     def forward(
@@ -131,21 +131,21 @@ class CachedModel:
         embeddings: Tensor = self.model.get_input_embeddings()(token_ids)
         return embeddings
 
-    def learn(self, start: int, token_ids: Sequence[int]) -> None:
+    def record_ids(self, start: int, token_ids: Sequence[int]) -> None:
         """Record the ids of the cached tokens from `start` on, once the host knows them."""
         known = token_ids[: self.length - start]
         self.cached_ids[start : start + len(known)] = known
 
-    def keep(self, length: int) -> None:
+    def crop(self, length: int) -> None:
         """Roll back to the first `length` tokens."""
-        self.cache.keep(length)
+        self.cache.crop(length)
         del self.cached_ids[length:]
         self._holds_shared = self._holds_shared and length >= len(self._shared_ids)
 
     def keep_path(self, start: int, rows: list[int]) -> None:
         """Keep the first `start` tokens and, of those after them, the given rows (increasing)."""
         if rows == list(range(len(rows))):
-            self.keep(start + len(rows))
+            self.crop(start + len(rows))
             return
         self.cache.keep_path(start, to_device(torch.tensor(rows), self.device))
         self.cached_ids[start:] = [self.cached_ids[start + row] for row in rows]
@@ -156,7 +156,7 @@ class CachedModel:
         if isinstance(token_ids, Tensor):
             input_ids, known = token_ids, [_UNKNOWN] * len(token_ids)
         else:
-            input_ids, known = spread(list(token_ids), torch.long, self.device), list(token_ids)
+            input_ids, known = device_tensor(list(token_ids), torch.long, self.device), list(token_ids)
         positions, masks = (None, None) if tree is None else self._tree_arguments(tree)
         with without_cudnn(self.device):
             if self._direct is not None:
@@ -184,7 +184,7 @@ class CachedModel:
 
     def _tree_arguments(self, block: Block) -> tuple[Tensor, Any]:
         """Return positions of a tree's tokens, and one mask, or one per kind of layer."""
-        positions = spread([self.length + depth for depth in (0, *block.depths)], torch.long, self.device)
+        positions = device_tensor([self.length + depth for depth in (0, *block.depths)], torch.long, self.device)
         windows = layer_windows(self.model)
 
         def mask(size: int | None) -> Tensor:
@@ -229,7 +229,7 @@ def forward_seconds(model: CachedModel, num_tokens: int, *, num_cached: int = 64
     logits, _ = model.forward([0] * num_tokens)
     float(logits[-1, 0])  # on a GPU, wait for it
     seconds = time.perf_counter() - started
-    model.keep(num_cached)
+    model.crop(num_cached)
     return seconds
 
 

@@ -77,7 +77,7 @@ class DirectCache:
         self.length = 0
         self.buffer: Tensor | None = None
 
-    def keep(self, length: int) -> None:
+    def crop(self, length: int) -> None:
         """Drop everything after the first `length` tokens."""
         self.length = min(length, self.length)
 
@@ -88,7 +88,7 @@ class DirectCache:
         self.buffer[..., start:end, :] = self.buffer.index_select(-2, start + rows)
         self.length = end
 
-    def room(self, needed: int, shape: Sequence[int], like: Tensor) -> Tensor:
+    def reserve(self, needed: int, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return the buffer with space for `needed` tokens; `shape` is (layers, heads, head_dim)."""
         if self.buffer is None or needed > self.buffer.shape[-2]:
             layers, heads, head_dim = shape
@@ -119,7 +119,7 @@ class DirectModel:
         self._head_dim = self._layers[0].attention.head_dim
         self._grouped = self._num_heads != self._num_kv_heads
         self._folds = self._embedding.is_cuda  # fused kernels there take either a mask or grouped heads
-        self._turns: tuple[Tensor, Tensor] | None = None  # cosines and sines of all positions so far
+        self._cos_sin: tuple[Tensor, Tensor] | None = None  # cosines and sines of all positions so far
 
     def __call__(
         self,
@@ -141,7 +141,7 @@ class DirectModel:
         start, num = self.cache.length, len(token_ids)
         end = start + num
         x = F.embedding(token_ids, self._embedding)
-        buffer = self.cache.room(end, (len(self._layers), self._num_kv_heads, self._head_dim), x)
+        buffer = self.cache.reserve(end, (len(self._layers), self._num_kv_heads, self._head_dim), x)
         cos, sin = self._rotations(x, start, end) if positions is None else self._rotations_at(x, positions)
         if mask is None and num > 1 and start:
             mask = torch.ones(num, end, dtype=torch.bool, device=x.device).tril_(start)
@@ -152,9 +152,9 @@ class DirectModel:
             if index in wanted:
                 states[index] = x
             x = x + self._attend(layer, x, buffer[index], (start, end), (cos, sin), mask, causal)
-            y = _normed(x, layer.after.weight, self._eps)
+            y = _rms_norm(x, layer.after.weight, self._eps)
             x = x + layer.down(F.silu(layer.gate(y)) * layer.up(y))
-        x = _normed(x, self._norm, self._eps)
+        x = _rms_norm(x, self._norm, self._eps)
         states[len(self._layers)] = x
         self.cache.length = end  # last, because an interrupted forward must not count
         rows = x if num_logits is None else x[num - num_logits :]
@@ -172,15 +172,15 @@ class DirectModel:
     ) -> Tensor:
         start, end = span
         num = end - start
-        y = _normed(x, layer.before.weight, self._eps)
+        y = _rms_norm(x, layer.before.weight, self._eps)
         queries = layer.query(y).view(num, self._num_heads, self._head_dim)
         keys = layer.key(y).view(num, self._num_kv_heads, self._head_dim)
         if layer.query_norm is not None and layer.key_norm is not None:
-            queries = _normed(queries, layer.query_norm.weight, self._eps)
-            keys = _normed(keys, layer.key_norm.weight, self._eps)
-        cached[0, :, start:end] = _turned(keys, turns).transpose(0, 1)
+            queries = _rms_norm(queries, layer.query_norm.weight, self._eps)
+            keys = _rms_norm(keys, layer.key_norm.weight, self._eps)
+        cached[0, :, start:end] = _apply_rotary(keys, turns).transpose(0, 1)
         cached[1, :, start:end] = layer.value(y).view(num, self._num_kv_heads, self._head_dim).transpose(0, 1)
-        read = _turned(queries, turns).transpose(0, 1)[None], cached[None, 0, :, :end], cached[None, 1, :, :end]
+        read = _apply_rotary(queries, turns).transpose(0, 1)[None], cached[None, 0, :, :end], cached[None, 1, :, :end]
         if mask is not None and self._folds:
             attended = grouped_attention(*read, mask[(None,) * (4 - mask.dim())])
         else:
@@ -189,9 +189,9 @@ class DirectModel:
         return out
 
     def _rotations(self, x: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
-        if self._turns is None or end > len(self._turns[0]):
-            self._turns = self._rotations_at(x, torch.arange(capacity_for(end), device=x.device))
-        cos, sin = self._turns
+        if self._cos_sin is None or end > len(self._cos_sin[0]):
+            self._cos_sin = self._rotations_at(x, torch.arange(capacity_for(end), device=x.device))
+        cos, sin = self._cos_sin
         return cos[start:end], sin[start:end]
 
     def _rotations_at(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,7 +215,7 @@ class _Layer:
         self.gate, self.up, self.down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
 
 
-def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Apply RMSNorm as the library does; PyTorch's own is one kernel on a GPU, but ten operations on a CPU."""
     if x.is_cuda:
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -224,7 +224,7 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * scale).to(x.dtype)
 
 
-def _turned(states: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+def _apply_rotary(states: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
     """Apply rotary positions to [n, heads, head_dim]."""
     cos, sin = turns
     return states * cos + states.roll(states.shape[-1] // 2, -1) * sin

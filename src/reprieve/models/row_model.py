@@ -18,7 +18,7 @@ from reprieve.models.attention import additive, grouped_attention, layer_windows
 from reprieve.models.cache import RowCache
 from reprieve.models.cached_model import execution_device, max_positions, refuse_recurrent
 from reprieve.models.direct import FAMILIES
-from reprieve.transfers import spread, to_device
+from reprieve.transfers import device_tensor, to_device
 from reprieve.types import HiddenStates
 
 ATTENTION = "reprieve_rows"
@@ -122,13 +122,13 @@ class RowModel:
         for group in _of_similar_length(texts):
             size = len(group[0].token_ids)
             padded = [text.token_ids + [0] * (size - len(text.token_ids)) for text in group]
-            starts = spread([text.start for text in group], torch.long, self.device)
+            starts = device_tensor([text.start for text in group], torch.long, self.device)
             # Padding is overwritten before any token attends to it.
             _, hidden = self._run_once(
                 to_device(torch.tensor(padded), self.device),
                 starts[:, None] + torch.arange(size, device=self.device),
                 max(text.start for text in group) + size,
-                spread([text.row for text in group], torch.long, self.device),
+                device_tensor([text.row for text in group], torch.long, self.device),
                 num_logits=1,
             )
             if on_read is not None:

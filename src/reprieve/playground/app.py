@@ -33,11 +33,11 @@ from reprieve.settings import NumDraftTokens, wrapped_seed
 from reprieve.types import Generation
 
 
-class TimedOut(ReprieveError):
+class TimedOutError(ReprieveError):
     """A request exceeded the time limit."""
 
 
-class Disconnected(ReprieveError):
+class DisconnectedError(ReprieveError):
     """The client disconnected."""
 
 
@@ -51,8 +51,8 @@ _ANSWERS: dict[type[Exception], tuple[int, str]] = {
     SpecError: (400, "invalid_request_error"),
     QueueFullError: (429, "rate_limit_error"),
     StoppedError: (503, "service_unavailable_error"),
-    TimedOut: (504, "timeout_error"),
-    Disconnected: (499, "disconnected"),
+    TimedOutError: (504, "timeout_error"),
+    DisconnectedError: (499, "disconnected"),
 }
 
 
@@ -224,9 +224,9 @@ class Service:
                     event = await asyncio.wait_for(job.events.get(), max(0.0, remaining))
                 except TimeoutError:
                     self.metrics.ended.labels("timeout").inc()
-                    raise TimedOut(f"the request took longer than {self.settings.timeout:g} s") from None
+                    raise TimedOutError(f"the request took longer than {self.settings.timeout:g} s") from None
                 if isinstance(event, Exception):
-                    if isinstance(event, Disconnected):
+                    if isinstance(event, DisconnectedError):
                         self.metrics.ended.labels("disconnected").inc()
                     raise event
                 if first:
@@ -272,7 +272,7 @@ async def _watch(job: QueuedRequest, request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     job.cancel()
-    job.events.put_nowait(Disconnected("the client went away"))
+    job.events.put_nowait(DisconnectedError("the client went away"))
 
 
 def _line(chunk: dict[str, Any] | None) -> str:

@@ -159,11 +159,11 @@ def _fitted(policy: Policy, pair: Pair, settings: PlaygroundSettings) -> Policy:
     if policy.certificate is not None:
         made_for = policy.certificate.conditions.pair
         made_for.require_matches(pair.identity, f"the certificate of {policy.rule.spec}", reads_draft=True)
-    policy = policy.under(engine="local", drafter=settings.drafter, dtype=pair.dtype)
+    policy = policy.for_conditions(engine="local", drafter=settings.drafter, dtype=pair.dtype)
     k = _num_draft_tokens(policy, settings)
     head = pair.select_length_head(k, policy.rule, DRAFTERS.make(settings.drafter))
     drafts = k if head is None else head.certified()
-    return policy.under(num_draft_tokens=drafts)
+    return policy.for_conditions(num_draft_tokens=drafts)
 
 
 def _num_draft_tokens(policy: Policy, settings: PlaygroundSettings) -> NumDraftTokens:

@@ -17,7 +17,7 @@ STRICT_ONLY = "strict_only"
 STRUCTURED_OUTPUTS = "structured_outputs"  # among a request's fields: it has a grammar or a schema
 
 
-def stops(policy: Policy) -> list[float]:
+def slider_values(policy: Policy) -> list[float]:
     """Return slider stops of the rule's dial, strict to lenient: its usual ones and the operator's, up to the cap."""
     rule = policy.rule
     if rule.dial is None:
@@ -89,7 +89,7 @@ class Menu:
         loaded = [Policy.load(item, target=target) for item in offered]
         return cls(loaded, strict_only=strict_only)
 
-    def change(self, change: Callable[[Policy], Policy]) -> Menu:
+    def map_policies(self, change: Callable[[Policy], Policy]) -> Menu:
         """The same rules, by the same names, with a change made to each policy."""
         menu = Menu(list(self.policies.values()), strict_only=self.strict_only)
         menu.policies = {name: change(policy) for name, policy in self.policies.items()}
@@ -171,7 +171,7 @@ class Menu:
                 "spec": policy.rule.spec,
                 "dial": None if policy.rule.dial is None else policy.rule.dial.name,
                 "value": policy.standard.dial_value,
-                "stops": stops(policy),
+                "stops": slider_values(policy),
                 "levels": {"strict": None, **policy.levels},
                 "certificate": None if policy.certificate is None else policy.certificate.statement,
             }

@@ -146,7 +146,7 @@ class Policy:
         """The most lenient certificate, which covers the `certified` level; None if there is none."""
         return next(iter(self.certificates), None)
 
-    def under(self, **conditions: Any) -> Policy:
+    def for_conditions(self, **conditions: Any) -> Policy:
         """Return the policy on a server with these conditions: fields of `Conditions`, None if unknown.
 
         The most lenient certificate that holds here is kept. If none holds, all are set aside, together with the

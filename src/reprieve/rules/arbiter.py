@@ -44,9 +44,9 @@ class ArbiterRule(HeadRule):
         if self.lambda_ is not None:
             require_range("lambda", self.lambda_, 0.0, 1.0)
 
-    def holding(self, head: Any) -> Self:
+    def with_head(self, head: Any) -> Self:
         """Return the rule with this arbiter; the arbiter's recommended lambda is used if the rule has none."""
-        rule = super().holding(head)
+        rule = super().with_head(head)
         return rule if self.lambda_ is not None else rule.with_dial(head.threshold)
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from reprieve.errors import require_counts, require_range
-from reprieve.rules.base import Dial, Limits, Rule, register_rule
+from reprieve.rules.base import Dial, RescueLimits, Rule, register_rule
 from reprieve.rules.margin import margin_risk
 from reprieve.types import Evidence
 
@@ -50,9 +50,9 @@ class AsdRule(Rule):
         return self.budget
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> RescueLimits:
         # Also without a limit of its own: other requests of a batch may have set one.
-        return Limits(self.per_block, None if math.isinf(self.budget) else self.budget)
+        return RescueLimits(self.per_block, None if math.isinf(self.budget) else self.budget)
 
     def risk(self, evidence: Evidence) -> Tensor:
         """Logit of the target's best token minus the drafted token's, nats."""

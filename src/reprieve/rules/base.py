@@ -64,8 +64,8 @@ class Traits:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits on a rule's rescues; None for no limit.
+class RescueLimits:
+    """RescueLimits on a rule's rescues; None for no limit.
 
     Args:
         per_block: most rescues in one round.
@@ -99,8 +99,8 @@ class Rule(ABC):
         return self.own_traits
 
     @property
-    def limits(self) -> Limits | None:
-        """Limits on the rescues; None for a rule that decides each token by its risk alone."""
+    def limits(self) -> RescueLimits | None:
+        """RescueLimits on the rescues; None for a rule that decides each token by its risk alone."""
         return None
 
     @property
@@ -134,7 +134,7 @@ class Rule(ABC):
     def risk(self, evidence: Evidence) -> Tensor:
         """Risk of each drafted token, [...]; +inf is never accepted."""
 
-    def settled(self, evidence: Evidence) -> Tensor:
+    def passes_without_advice(self, evidence: Evidence) -> Tensor:
         """Mask of drafted tokens that pass regardless of an advisor, [...], bool."""
         return evidence.lossless_accepts
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from reprieve.rules import LosslessRule, RiskBudget, Rule
-from reprieve.rules.base import Limits, bounded_risk, passes
+from reprieve.rules.base import RescueLimits, bounded_risk, passes
 from reprieve.rules.lossless import GreedyCheck, LosslessCheck, SampledCheck
-from reprieve.transfers import spread
+from reprieve.transfers import device_tensor
 from reprieve.types import ROOT, Evidence, RuleInputs
 
 EVERYTHING = slice(None)
@@ -129,7 +129,7 @@ class TokenSettings:
 
         def flat(values: Sequence[Any], dtype: torch.dtype) -> Tensor:
             each = [value for value, request in zip(values, requests, strict=True) for _ in range(request.num_drafted)]
-            return spread(each, dtype, device)
+            return device_tensor(each, dtype, device)
 
         return cls(
             limits=flat(limits, torch.float64),
@@ -145,11 +145,11 @@ def decide(requests: Sequence[BatchRequest], batch: Batch) -> Decisions:
     rules = {request.name: request.rule for request in requests if not request.strict}
     for name, rule in rules.items():
         settings = TokenSettings.of(name, requests, batch.token_ids.device)
-        decide_together(rule, settings, [request.budget for request in requests], batch, decisions)
+        apply_rule(rule, settings, [request.budget for request in requests], batch, decisions)
     return decisions
 
 
-def decide_together(
+def apply_rule(
     rule: Rule, settings: TokenSettings, budgets: Sequence[RiskBudget], batch: Batch, decisions: Decisions
 ) -> None:
     """Decide for all requests that asked for a rule; its risk is the same at every setting of its dial."""
@@ -179,7 +179,7 @@ def decide_together(
 
 
 def _within_limits(
-    limits: Limits, rescued: Tensor, lossless: Tensor, risk: Tensor, budgets: Sequence[RiskBudget], batch: Batch
+    limits: RescueLimits, rescued: Tensor, lossless: Tensor, risk: Tensor, budgets: Sequence[RiskBudget], batch: Batch
 ) -> Tensor:
     """Return the rescues that the limits per block and per answer allow, [N], and charge their risk to the budgets.
 
@@ -187,7 +187,7 @@ def _within_limits(
     """
     device, sizes = risk.device, batch.block_sizes
     layout = _layout(tuple(sizes))
-    rows, columns = (spread(list(numbers), torch.long, device) for numbers in (layout.rows, layout.columns))
+    rows, columns = (device_tensor(list(numbers), torch.long, device) for numbers in (layout.rows, layout.columns))
 
     def by_block(flat: Tensor) -> Tensor:  # [N] to [B, K]
         return flat.new_zeros(len(sizes), max(sizes)).index_put((rows, columns), flat)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from reprieve.errors import SpecError, require_choice, require_whole
 from reprieve.needs import Need
-from reprieve.rules.base import RULES, Dial, Limits, Rule, Traits, accepts, passes
+from reprieve.rules.base import RULES, Dial, RescueLimits, Rule, Traits, accepts, passes
 from reprieve.rules.lossless import LosslessRule
 from reprieve.rules.spans import MODEL_SPANS, model_markers, span_is_open
 from reprieve.specs import construct, format_value, parse_spec, split
@@ -48,7 +48,7 @@ class Wrapper(Rule):
         return self.parts[0].leniency
 
     @property
-    def limits(self) -> Limits | None:
+    def limits(self) -> RescueLimits | None:
         return self.parts[0].limits
 
     @property
@@ -99,7 +99,7 @@ class _Composite(Wrapper):
             require_rescuing(rule, self.name)
             if isinstance(rule, AnyOf) or (isinstance(rule, AllOf) and isinstance(self, AllOf)):
                 raise SpecError(f"{self.name} cannot hold {rule.name}; write it out as a&b|a&c")
-            if rule.limits not in (None, Limits()) and (index > 0 or isinstance(self, AnyOf)):
+            if rule.limits not in (None, RescueLimits()) and (index > 0 or isinstance(self, AnyOf)):
                 raise SpecError(f"{rule.spec!r} has limits of its own: it can only be the first rule of an all_of")
 
     @property
@@ -160,7 +160,7 @@ class AnyOf(_Composite):
             risk = torch.where(passes(rule.risk(evidence), rule.threshold), -math.inf, risk)
         return risk
 
-    def settled(self, evidence: Evidence) -> Tensor:
+    def passes_without_advice(self, evidence: Evidence) -> Tensor:
         """Mask of tokens accepted by the lossless check or by a part that needs no advice."""
         passed = evidence.lossless_accepts
         for rule in self.rules:

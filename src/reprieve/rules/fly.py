@@ -13,7 +13,7 @@ from torch import Tensor
 from reprieve.errors import require_choice, require_counts, require_range
 from reprieve.rules.base import Dial, Rule, register_rule
 from reprieve.rules.distributions import entropy
-from reprieve.transfers import spread
+from reprieve.transfers import device_tensor
 from reprieve.types import ROOT, Evidence, node_depths
 
 
@@ -28,8 +28,8 @@ def matching_run(matches: Tensor, parents: Sequence[int]) -> Tensor:
         return below
     # Level by level from the leaves: a node's own run passes to its parent, if the node matches.
     for level in reversed(_levels(tuple(parents))):
-        nodes = spread([node for node in level if parents[node] != ROOT], torch.long, matches.device)
-        above = spread([parents[node] for node in level if parents[node] != ROOT], torch.long, matches.device)
+        nodes = device_tensor([node for node in level if parents[node] != ROOT], torch.long, matches.device)
+        above = device_tensor([parents[node] for node in level if parents[node] != ROOT], torch.long, matches.device)
         runs = torch.where(matches[nodes], below[nodes] + 1, 0)
         below = below.scatter_reduce(0, above, runs, "amax")
     return below

@@ -33,12 +33,12 @@ class HeadRule(Rule):
     @classmethod
     def of(cls, head: Any, **parameters: Any) -> Self:
         """Return a rule with a head in memory."""
-        return cls(**parameters).holding(head)
+        return cls(**parameters).with_head(head)
 
     def to(self, device: Any) -> Self:
         return self if self.head is None else dataclasses.replace(self, head=self.head.to(device))
 
-    def holding(self, head: Any) -> Self:
+    def with_head(self, head: Any) -> Self:
         """Return the rule with a head in memory."""
         return dataclasses.replace(self, head=head)
 
@@ -77,7 +77,7 @@ class LearnedRule(HeadRule):
         if self.threshold is not None:
             require_range("threshold", self.threshold, 0.0, 1.0)
 
-    def holding(self, head: Any) -> Self:
+    def with_head(self, head: Any) -> Self:
         """Return the rule with a head in memory; the head's threshold is used if the rule has none.
 
         Raises:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from reprieve.errors import SpecError, require_choice
 from reprieve.rules.base import Rule, Traits, register_rule
-from reprieve.transfers import spread
+from reprieve.transfers import device_tensor
 from reprieve.types import Block, Evidence, gather_token
 
 DrawTokens = Callable[[Tensor], Tensor]  # draws one token from each row of probabilities: [n, V] to [n]
@@ -135,7 +135,7 @@ class LosslessCheck(ABC):
         """Mask of tokens that the check would accept if tried alone: [N], bool."""
 
     @abstractmethod
-    def settle(self, block: Block, *, relaxed_probs: Tensor | None = None, residual: bool = True) -> Checked:
+    def resolve(self, block: Block, *, relaxed_probs: Tensor | None = None, residual: bool = True) -> Checked:
         """Decide the whole block. `scores` needs a row for the last committed token and one for each node.
 
         Args:
@@ -156,7 +156,7 @@ class GreedyCheck(LosslessCheck):
     def accepts(self) -> Tensor:
         return self.next_ids[self.rows] == self.token_ids
 
-    def settle(self, block: Block, *, relaxed_probs: Tensor | None = None, residual: bool = True) -> Checked:
+    def resolve(self, block: Block, *, relaxed_probs: Tensor | None = None, residual: bool = True) -> Checked:
         return Checked(self.accepts, self.accepts, self.next_ids)
 
 
@@ -209,7 +209,7 @@ class SampledCheck(LosslessCheck):
         """Probabilities of the target, [R, V]."""
         return self.scores.softmax(-1)
 
-    def settle(self, block: Block, *, relaxed_probs: Tensor | None = None, residual: bool = True) -> Checked:
+    def resolve(self, block: Block, *, relaxed_probs: Tensor | None = None, residual: bool = True) -> Checked:
         """Try siblings in drafting order, each against the residual of the earlier ones (multi-round sampling)."""
         assert self.draw is not None
         left = self.probs.clone() if residual else self.probs
@@ -225,8 +225,8 @@ class SampledCheck(LosslessCheck):
         """Try one sibling of every node; `left` [N + 1, V] and `passes` [N] are updated in place."""
         whole = len(nodes) == block.num_tokens
         device = self.token_ids.device
-        index: Rows = slice(None) if whole else spread(nodes, torch.long, device)
-        rows = self.rows if whole else spread([block.parents[node] + 1 for node in nodes], torch.long, device)
+        index: Rows = slice(None) if whole else device_tensor(nodes, torch.long, device)
+        rows = self.rows if whole else device_tensor([block.parents[node] + 1 for node in nodes], torch.long, device)
         probs = left[rows] if relaxed is None else relaxed[index]
         token_ids = self.token_ids[index]
         passes[index] = self.ceilings[index] < gather_token(probs, token_ids)
@@ -237,7 +237,7 @@ class SampledCheck(LosslessCheck):
 class BlockCheck(SampledCheck):
     """Joint verification of a whole chain; keeps at least as many tokens on average (arXiv 2403.10444)."""
 
-    def settle(self, block: Block, *, relaxed_probs: Tensor | None = None, residual: bool = True) -> Checked:
+    def resolve(self, block: Block, *, relaxed_probs: Tensor | None = None, residual: bool = True) -> Checked:
         """Return the longest prefix that passes, and the token that follows each prefix.
 
         Raises:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import SpecError
-from reprieve.transfers import spread, to_device
+from reprieve.transfers import device_tensor, to_device
 from reprieve.types import ROOT, Context, Evidence, Tokenizer
 
 _GPT_OSS = ("<|channel|>analysis<|message|>", "<|end|>")
@@ -87,7 +87,7 @@ def span_is_open(evidence: Evidence, start_ids: Sequence[int], end_ids: Sequence
     before = changes[to_device(_ancestors(tuple(parents)), token_ids.device)]  # [N, depth], the nearest first
     nearest = (before != 0).long().argmax(-1, keepdim=True)
     change = before.gather(-1, nearest).squeeze(-1)
-    return torch.where(change == 0, open_before[spread(list(rows), torch.long, token_ids.device)], change > 0)
+    return torch.where(change == 0, open_before[device_tensor(list(rows), torch.long, token_ids.device)], change > 0)
 
 
 def last_occurrence(context: Context, marker: Sequence[int]) -> Tensor:
@@ -96,7 +96,7 @@ def last_occurrence(context: Context, marker: Sequence[int]) -> Tensor:
     if length < size:
         return torch.full_like(context.lengths, -1)
     device = context.lengths.device
-    wanted = spread(list(marker), torch.long, device)
+    wanted = device_tensor(list(marker), torch.long, device)
     found = (context.token_ids.unfold(-1, size, 1) == wanted).all(-1)  # [B, T - size + 1]
     ends = torch.arange(size, length + 1, device=device)
     return torch.where(found & (ends <= context.lengths.unsqueeze(-1)), ends, -1).amax(-1)
@@ -111,7 +111,7 @@ def _ends_with(evidence: Evidence, marker: Sequence[int], parents: Sequence[int]
     tails = torch.where(positions >= 0, context.token_ids.gather(-1, positions.clamp_min(0)), -1)
     known = torch.cat([tails.reshape(-1), token_ids])
     windows = known[to_device(_windows(tuple(parents), tuple(rows), len(tails), size), device)]  # [N, size]
-    return (windows == spread(list(marker), torch.long, device)).all(-1)
+    return (windows == device_tensor(list(marker), torch.long, device)).all(-1)
 
 
 @lru_cache(maxsize=64)

@@ -26,7 +26,7 @@ from reprieve.errors import ReprieveError, require_choice
 from reprieve.files import parse_json
 from reprieve.tasks.answers import after_thinking
 from reprieve.tasks.base import TaskProblem, register_task
-from reprieve.tasks.sandbox import Limits, ProgramResult, Sandbox
+from reprieve.tasks.sandbox import ProgramResult, ResourceLimits, Sandbox
 from reprieve.tasks.table import FileTask, read_jsonl, text_of
 
 BREAK = "\n\f\n"  # between the blocks of an extracted answer; a form feed is white space to Python
@@ -59,7 +59,7 @@ class ProgramsTask(FileTask):
         super().__post_init__()
         # Mining compares many programs with the target's own.
         self.known_verdicts = functools.lru_cache(_MOST_KNOWN)(self.verdicts)
-        self._sandbox = Sandbox(Limits(seconds=self.seconds, memory_mb=self.memory_mb), unsafe=self.unsafe)
+        self._sandbox = Sandbox(ResourceLimits(seconds=self.seconds, memory_mb=self.memory_mb), unsafe=self.unsafe)
 
     def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
         require_choice("split", split, self.splits)

@@ -41,7 +41,7 @@ _Processes = dict[int, int]  # threads of each, by id; 0 for the one that was st
 
 
 @dataclass(frozen=True)
-class Limits:
+class ResourceLimits:
     """Resource limits of one run of a program.
 
     Args:
@@ -85,8 +85,8 @@ class Sandbox:
         ReprieveError: the host cannot isolate, and `unsafe` is not set.
     """
 
-    def __init__(self, limits: Limits | None = None, *, unsafe: bool = False) -> None:
-        self.limits = limits or Limits()
+    def __init__(self, limits: ResourceLimits | None = None, *, unsafe: bool = False) -> None:
+        self.limits = limits or ResourceLimits()
         _sweep()
         self._mechanism = Unisolated()
         reasons = []
@@ -164,7 +164,7 @@ class Sandbox:
         return None
 
     def _run_once(
-        self, mechanism: Unisolated, job: bytes, limits: Limits, *, grade: bool
+        self, mechanism: Unisolated, job: bytes, limits: ResourceLimits, *, grade: bool
     ) -> tuple[ProgramResult, bool]:
         """Run a job; return its result, and whether the isolation itself may have failed."""
         disk = limits.disk_mb * _MEGABYTE + len(job)  # the program's text and input are files, too
@@ -195,7 +195,7 @@ class Sandbox:
 
 
 def _wait(
-    process: subprocess.Popen[bytes], job: bytes, limits: Limits, is_within: Callable[[_Processes], bool]
+    process: subprocess.Popen[bytes], job: bytes, limits: ResourceLimits, is_within: Callable[[_Processes], bool]
 ) -> bool | None:
     """Send the job; return whether the program ended within the limits, or None if it ran out of time."""
     deadline = time.monotonic() + _WALL * limits.seconds
@@ -214,7 +214,9 @@ def _wait(
             return False
 
 
-def _is_within(found: _Processes, mechanism: Unisolated, limits: Limits, folder: Path | None, disk: int) -> bool:
+def _is_within(
+    found: _Processes, mechanism: Unisolated, limits: ResourceLimits, folder: Path | None, disk: int
+) -> bool:
     """Return whether all of a program's processes together keep within the limits now."""
     programs = list(found)[0 if type(mechanism) is Unisolated else 2 :]  # the first two are the isolation's own
     if len(programs) > limits.num_processes or sum(found.values()) > _MOST_THREADS * limits.num_processes:
@@ -232,7 +234,7 @@ def _is_within(found: _Processes, mechanism: Unisolated, limits: Limits, folder:
     return memory_bytes(programs, memory) <= memory
 
 
-def _program(limits: Limits, disk: int, *, own_files: bool, grade: bool) -> list[str]:
+def _program(limits: ResourceLimits, disk: int, *, own_files: bool, grade: bool) -> list[str]:
     cpu_s = math.ceil(limits.seconds) + 1  # of each process: more than all together may take
     numbers = grade, own_files, cpu_s, disk, limits.memory_mb * _MEGABYTE
     runner = _RUNNER.read_text(encoding="utf-8")

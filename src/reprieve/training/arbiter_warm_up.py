@@ -27,7 +27,7 @@ from reprieve.models.arbiter import ArbiterModel, ArbitrationRound
 from reprieve.models.cached_model import CachedModel
 from reprieve.stats import BranchChoices
 from reprieve.training.loop import NetworkLearner, train
-from reprieve.training.settings import WarmUp
+from reprieve.training.settings import ArbiterTraining
 from reprieve.types import HiddenStates, Progress, no_progress, select_rows
 
 _VALUES = ("labels", "draft_utilities", "target_utilities")
@@ -117,7 +117,7 @@ def warm_up(
     folder: Path,
     *,
     num_draft_tokens: int,
-    settings: WarmUp | None = None,
+    settings: ArbiterTraining | None = None,
     progress: Progress = no_progress,
 ) -> Arbiter:
     """Train an arbiter on traces; resumes from its checkpoint.
@@ -133,7 +133,7 @@ def warm_up(
     Raises:
         ReprieveError: too few traces, or a checkpoint of another recipe.
     """
-    learner = _Learner(pair, require_traces(problems), task, folder, num_draft_tokens, settings or WarmUp())
+    learner = _Learner(pair, require_traces(problems), task, folder, num_draft_tokens, settings or ArbiterTraining())
     train(learner, folder, progress=progress)
     return Arbiter.from_pretrained(folder / "arbiter")
 
@@ -146,7 +146,7 @@ class _Learner(NetworkLearner):
         task: str,
         folder: Path,
         num_draft_tokens: int,
-        settings: WarmUp,
+        settings: ArbiterTraining,
     ) -> None:
         assert pair.draft is not None
         self.pair = pair
@@ -328,7 +328,7 @@ def _read(
     """
     model.start(list(context_ids[:-1]), reuse_prefix=True)
     logits, hidden = model.forward([context_ids[-1], *draft_ids], num_rows=len(draft_ids) + 1)
-    model.keep(len(context_ids))
+    model.crop(len(context_ids))
     states = select_rows(hidden, slice(1, None))
     assert states is not None
     token_ids = torch.tensor(list(draft_ids), device=logits.device)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reprieve.drafters.length import Recent, position_feature, token_log_prob
+from reprieve.drafters.length import RecentAcceptance, position_feature, token_log_prob
 from reprieve.engine import Pair
 from reprieve.errors import SpecError
 from reprieve.heads.length import SCALARS, LengthHead
@@ -97,14 +97,14 @@ class Recorder:
 
     def start(self, dial: float | None, temperature: float) -> Recorder:
         self.hidden, self.rows, self.rounds = [], [], []
-        self._recent = Recent()
+        self._recent = RecentAcceptance()
         return self
 
     def begin(self) -> int:
         self._first, self._ended = len(self.rows), False
         return self.most
 
-    def goes_on(self, hidden: Tensor | None, logits: Tensor, token_id: Tensor) -> bool:
+    def should_continue(self, hidden: Tensor | None, logits: Tensor, token_id: Tensor) -> bool:
         assert hidden is not None
         if not self._ended:
             self.hidden.append(hidden.float().cpu())
@@ -113,10 +113,10 @@ class Recorder:
             self._ended = int(token_id) in self.eos_ids
         return True
 
-    def learn(self, num_drafted: int, num_accepted: int) -> None:
+    def update(self, num_drafted: int, num_accepted: int) -> None:
         num_rows = len(self.rows) - self._first
         self.rounds.append((num_rows, min(num_accepted, num_rows) if self._ended else num_accepted))
-        self._recent.learn(num_drafted, num_accepted)
+        self._recent.update(num_drafted, num_accepted)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from reprieve.rules.distributions import entropy, js_divergence
 from reprieve.rules.fuzzy import top_k_union
 from reprieve.rules.lts import lts_bound, raw_scores
 from reprieve.settings import SamplingParams
-from reprieve.training.settings import LtsRecipe
+from reprieve.training.settings import LtsTraining
 from reprieve.types import Evidence, Progress, no_progress
 
 _MAX_LEAVES = 128  # per forward; the tree's mask grows quadratically
@@ -177,7 +177,7 @@ class SwapMeter:
 def collect_swaps(
     pair: Pair,
     texts: Sequence[tuple[Sequence[int], Sequence[int]]],
-    recipe: LtsRecipe,
+    recipe: LtsTraining,
     params: SamplingParams,
     *,
     progress: Progress = no_progress,
@@ -206,7 +206,7 @@ def collect_swaps(
     return meter.scale, Swaps.join(parts)
 
 
-def fit(pair: Pair, task: str, scale: Tensor, swaps: Swaps, recipe: LtsRecipe, **settings: Any) -> LtsCalibration:
+def fit(pair: Pair, task: str, scale: Tensor, swaps: Swaps, recipe: LtsTraining, **settings: Any) -> LtsCalibration:
     """Fit the constants in each bucket (Algorithm 1, lines 11 to 14).
 
     Raises:
@@ -251,7 +251,7 @@ def bounds_of(calibration: LtsCalibration, swaps: Swaps) -> tuple[np.ndarray, np
     return bound.numpy(), tolerance.numpy()
 
 
-def upper_quantile(values: np.ndarray, recipe: LtsRecipe, *, where: str = "") -> float:
+def upper_quantile(values: np.ndarray, recipe: LtsTraining, *, where: str = "") -> float:
     """Return the (1 - delta) quantile of a sample: the smallest value exceeded by at most a share delta of it.
 
     With a confidence, return the order statistic that exceeds the distribution's quantile with at least that
@@ -286,7 +286,7 @@ def _values(swaps: Swaps, bucket_by: str) -> np.ndarray:
     return swaps.entropy if bucket_by == "none" else getattr(swaps, bucket_by)
 
 
-def _edges(swaps: Swaps, recipe: LtsRecipe) -> list[float]:
+def _edges(swaps: Swaps, recipe: LtsTraining) -> list[float]:
     if recipe.bucket_by == "none" or recipe.buckets == 1:
         return []
     shares = np.arange(1, recipe.buckets) / recipe.buckets

@@ -200,7 +200,7 @@ class EagleTraining:
 
 
 @dataclass(frozen=True)
-class WarmUp:
+class ArbiterTraining:
     """CoSpec's supervised stage (appendix C.1).
 
     Args:
@@ -239,7 +239,7 @@ class WarmUp:
 
 
 @dataclass(frozen=True)
-class LtsRecipe:
+class LtsTraining:
     """Constants of ARC-Decode's bound and their calibration.
 
     Args:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from reprieve.backends.running import require_vllm_inputs
+from reprieve.backends.servers import require_vllm_inputs
 from reprieve.errors import PairError, ReprieveError, SpecError, require_choice
 from reprieve.identity import tokenizer_fingerprint
 from reprieve.needs import Need
@@ -64,7 +64,7 @@ def load_menu(source: Any, target: str, **conditions: Any) -> Menu:
 
 @lru_cache
 def _load(source: str, target: str, **conditions: Any) -> Menu:
-    return Menu.load(json.loads(source), target=target).change(lambda policy: policy.under(**conditions))
+    return Menu.load(json.loads(source), target=target).map_policies(lambda policy: policy.for_conditions(**conditions))
 
 
 @lru_cache

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from reprieve.backends.running import INFO
+from reprieve.backends.servers import INFO
 from reprieve.vllm_plugin.rounds import WorkerRules
 
 # On a ModelRunnerOutput: {request id: (fields for its response, [(rule, tokens drafted, flags of the accepted ones)])},

@@ -20,7 +20,7 @@ from reprieve.policies.menu import STRUCTURED_OUTPUTS, Choice, Menu
 from reprieve.policies.policy import STRICT
 from reprieve.rules import RiskBudget, Rule
 from reprieve.rules.batch import Batch, BatchRequest, Decisions, decide
-from reprieve.transfers import spread, to_device
+from reprieve.transfers import device_tensor, to_device
 from reprieve.vllm_plugin.counting import RoundCounter
 
 logger = logging.getLogger("vllm.reprieve")
@@ -196,7 +196,7 @@ class WorkerRules:
                 for token in range(row.num_drafted)
             ]
             lossless = torch.ones(output_ids.shape, dtype=torch.bool, device=output_ids.device)
-            lossless.view(-1)[spread(flat, torch.long, output_ids.device)] = decisions.lossless
+            lossless.view(-1)[device_tensor(flat, torch.long, output_ids.device)] = decisions.lossless
             self.counter.start_copy(
                 [request.request_id for request in requests],
                 [

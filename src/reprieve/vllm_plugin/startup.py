@@ -287,7 +287,7 @@ def worker_rules(menu: Menu, worker: Any) -> WorkerRules:
             rule = rule.bind(tokenizer())
         return dataclasses.replace(policy, rule=rule.to(worker.model_runner.device))
 
-    return WorkerRules(menu.change(ready), rank=worker.rank)
+    return WorkerRules(menu.map_policies(ready), rank=worker.rank)
 
 
 def _before(kind: type, name: str, first: Callable[..., None]) -> None:

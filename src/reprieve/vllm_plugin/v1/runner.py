@@ -13,7 +13,7 @@ from torch import Tensor
 
 from reprieve.needs import Need
 from reprieve.rules.batch import Batch
-from reprieve.transfers import spread, to_device
+from reprieve.transfers import device_tensor, to_device
 from reprieve.types import Context, gather_token
 from reprieve.vllm_plugin import metrics
 from reprieve.vllm_plugin.rounds import RoundRequest, WorkerRules, request_settings
@@ -193,7 +193,7 @@ class Hooks:
         positions = [
             int(lengths[row]) + column for row, request in enumerate(requests) for column in range(request.num_drafted)
         ]
-        return spread(positions, torch.long, device)
+        return device_tensor(positions, torch.long, device)
 
     def _draft_scores(self, requests: list[RoundRequest], target_logits: Tensor, meta: Any) -> Tensor:
         """Return the draft's scores, [N, V], with each request's temperature, top-k and top-p, as for the target."""
@@ -202,7 +202,7 @@ class Hooks:
         scores = self.rules.flat_draft_probs(requests, target_logits).log()
         if meta.all_greedy:
             return scores
-        counts = spread([request.num_drafted for request in requests], torch.long, scores.device)
+        counts = device_tensor([request.num_drafted for request in requests], torch.long, scores.device)
 
         def by_token(values: Tensor | None) -> Tensor | None:
             if values is None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from reprieve.rules.batch import BatchRequest, Decisions
-from reprieve.transfers import spread
+from reprieve.transfers import device_tensor
 from reprieve.types import gather_token
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _refuse(
         refused = decisions.refuse
         if not meta.all_greedy:
             greedy = [row.greedy for row in rows for _ in range(row.num_drafted)]
-            refused = refused & spread(greedy, torch.bool, refused.device)
+            refused = refused & device_tensor(greedy, torch.bool, refused.device)
         token_ids = torch.where(refused, other, draft_token_ids)
     if meta.all_greedy:
         return token_ids, draft_probs

@@ -19,8 +19,8 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, 
 
 from reprieve.needs import Need
 from reprieve.rules import LosslessRule, RiskBudget, Rule
-from reprieve.rules.batch import Batch, Decisions, TokenSettings, decide_together
-from reprieve.transfers import spread
+from reprieve.rules.batch import Batch, Decisions, TokenSettings, apply_rule
+from reprieve.transfers import device_tensor
 from reprieve.types import Context, gather_token
 from reprieve.vllm_plugin.rounds import RequestRules, WorkerRules, request_settings
 from reprieve.vllm_plugin.v2.round import V2Round
@@ -118,7 +118,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
                 budget.follow(rule)
         for name, rule in rules.items():
             mine = [slot for slot, other in zip(slots, names, strict=True) if other == name]
-            decide_together(rule, self._token_settings(name, mine, ctx), budgets, batch, decisions)
+            apply_rule(rule, self._token_settings(name, mine, ctx), budgets, batch, decisions)
         request_ids = current.request_ids[current.requests]
         labels = [
             "" if rule is None or request_id.startswith(_WARM_UP) else self.rules.counter.mark(request_id, name, rule)
@@ -162,9 +162,9 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
                 limits[slot], relaxed[slot] = rule.threshold, True
             greedy[slot] = self._greedy(slot)
         return TokenSettings(
-            spread(limits, torch.float64, device),
-            spread(relaxed, torch.bool, device),
-            spread(greedy, torch.bool, device),
+            device_tensor(limits, torch.float64, device),
+            device_tensor(relaxed, torch.bool, device),
+            device_tensor(greedy, torch.bool, device),
             (),
         )
 
@@ -233,8 +233,8 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
 def judged_ids(ctx: LogitsContext) -> Tensor:
     """Return the drafted token that each row verifies, [N], int64: the one fed at its request's next row, or -1."""
     token_ids = torch.full_like(ctx.input_ids, -1, dtype=torch.long)
-    goes_on = (ctx.expanded_idx_mapping[1:] == ctx.expanded_idx_mapping[:-1]) & (ctx.expanded_local_pos[1:] > 0)
-    token_ids[:-1] = torch.where(goes_on, ctx.input_ids[1:].long(), -1)
+    should_continue = (ctx.expanded_idx_mapping[1:] == ctx.expanded_idx_mapping[:-1]) & (ctx.expanded_local_pos[1:] > 0)
+    token_ids[:-1] = torch.where(should_continue, ctx.input_ids[1:].long(), -1)
     return token_ids
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from reprieve.backends.batched import BatchedEngine
-from reprieve.backends.deploying import Deployer, RunningServers, VllmDeployer
+from reprieve.backends.deployers import Deployer, RunningServers, VllmDeployer
 from reprieve.backends.local import LocalEngine
 from reprieve.backends.ray import RayDeployer
 from reprieve.backends.served import ServedEngine

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from reprieve.backends.running import Running, facts_of, model_of, require_vllm_inputs
+from reprieve.backends.servers import Running, facts_of, model_of, require_vllm_inputs
 from reprieve.backends.settings import OpenAISettings, VllmSettings
 from reprieve.backends.vllm import Deployment, start_vllm
 from reprieve.drafters import DRAFTERS
