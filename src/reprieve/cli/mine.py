@@ -37,19 +37,16 @@ class Mine(Command):
         from reprieve.mining.show import summarise_labels
         from reprieve.mining.store import LabelStore
 
-        with screen.progress("mining", "problems") as progress:
+        opened = contextlib.closing(build(self.settings, announce=screen.warn))
+        with opened as job, screen.progress("mining", "problems") as progress:
+            store = LabelStore(self.out, job.manifest)
+            self.keep_config(self.out)
             if self.num_workers == 1:
-                with contextlib.closing(build(self.settings, announce=screen.warn)) as workbench:
-                    store = LabelStore(self.out, workbench.manifest)
-                    self.keep_config(self.out)
-                    in_flight = self.settings.in_flight
-                    report = mine_problems(
-                        workbench.miner, workbench.problems, store, num_in_flight=in_flight, progress=progress
-                    )
+                in_flight = self.settings.in_flight
+                report = mine_problems(job.miner, job.problems, store, num_in_flight=in_flight, progress=progress)
             else:
-                report = mine_in_processes(self.settings, self.out, num_workers=self.num_workers, progress=progress)
-                store = LabelStore(self.out)
-                self.keep_config(self.out)
+                workers = self.num_workers
+                report = mine_in_processes(self.settings, job.problems, store, num_workers=workers, progress=progress)
         report.require_some()
         summary = summarise_labels(store.problems(), store.manifest.get("max_new_tokens"))
         screen.say(summary.sentence())

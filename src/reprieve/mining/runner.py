@@ -7,11 +7,9 @@ import dataclasses
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any
 
 from reprieve.engine.processes import start_worker
 from reprieve.errors import EngineError, ReprieveError, require_whole
@@ -100,40 +98,46 @@ async def _mine_one(miner: Miner, problem: TaskProblem, store: LabelStore | _Par
 
 
 def mine_in_processes(
-    settings: MiningSettings, folder: Path, *, num_workers: int, progress: Progress = no_progress
+    settings: MiningSettings,
+    problems: Sequence[TaskProblem],
+    store: LabelStore,
+    *,
+    num_workers: int,
+    progress: Progress = no_progress,
 ) -> MiningReport:
-    """Mine in several local processes, each with its own copy of the pair and one CPU thread.
+    """Mine the problems that the store does not have in several local processes.
+
+    Each process has its own copy of the pair and one CPU thread.
 
     Raises:
         ReprieveError: a worker process died; labels written so far are kept.
     """
+    waiting = [problem.problem_id for problem in problems if problem.problem_id not in store.done()]
+    total = MiningReport(num_skipped=len(problems) - len(waiting))
     context = multiprocessing.get_context("spawn")
-    connections, workers, total = [], [], MiningReport()
-    for number in range(num_workers):
+    workers, open_connections = [], set()
+    for number in range(min(num_workers, len(waiting))):
         own_end, worker_end = context.Pipe()
-        workers.append(context.Process(target=_run, args=(worker_end, settings, number, num_workers), daemon=True))
+        shared = frozenset(waiting[number::num_workers])
+        workers.append(context.Process(target=_run, args=(worker_end, settings, shared), daemon=True))
         workers[-1].start()
         worker_end.close()  # so that the pipe closes when the worker exits
-        connections.append(own_end)
+        open_connections.add(own_end)
     try:
-        for connection in connections:
-            manifest, problem_ids = _receive(connection)
-            store = LabelStore(folder, manifest)
-            connection.send(store.done())
-        total.num_skipped = len(store.done() & problem_ids)
-        progress(total.num_skipped, len(problem_ids))
-        open_connections = set(connections)
+        progress(total.num_skipped, len(problems))
         while open_connections:
             ready = wait(list(open_connections))
             for connection in [one for one in open_connections if one in ready]:
-                message = _receive(connection)
+                message = connection.recv()
+                if isinstance(message, Exception):
+                    raise message
                 if isinstance(message, ProblemLabels):
                     store.append(message)
                     total.num_mined += 1
                 else:
                     open_connections.discard(connection)
                     total.errors.update(message.errors)
-                progress(total.num_mined + total.num_skipped + len(total.errors), len(problem_ids))
+                progress(total.num_mined + total.num_skipped + len(total.errors), len(problems))
     except EOFError:
         raise ReprieveError("a worker process died; labels mined so far are kept, run again to go on") from None
     except KeyboardInterrupt:
@@ -144,38 +148,26 @@ def mine_in_processes(
     return total
 
 
-def _receive(connection: Connection) -> Any:
-    """Return a worker's next message: manifest and problem ids, then labels, then its report; raise what ended it."""
-    message = connection.recv()
-    if isinstance(message, Exception):
-        raise message
-    return message
-
-
 class _ParentStore:
-    """Stands for the parent's store in a worker."""
+    """Stands for the parent's store in a worker, which gets only problems that it does not have."""
 
-    def __init__(self, connection: Connection, done: set[str]) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._done = done
 
     def done(self) -> set[str]:
-        return self._done
+        return set()
 
     def append(self, labels: ProblemLabels) -> None:
         self._connection.send(labels)
-        self._done.add(labels.problem_id)
 
 
-def _run(connection: Connection, settings: MiningSettings, number: int, num_workers: int) -> None:
-    """In a worker process: mine every `num_workers`th problem."""
+def _run(connection: Connection, settings: MiningSettings, problem_ids: Set[str]) -> None:
+    """In a worker process: mine these problems; sends their labels, then the report, or what ended it."""
     start_worker()
     try:
-        workbench = build(settings)
-        connection.send((workbench.manifest, {problem.problem_id for problem in workbench.problems}))
-        store = _ParentStore(connection, connection.recv())
-        problems = workbench.problems[number::num_workers]
-        connection.send(mine_problems(workbench.miner, problems, store, num_in_flight=settings.in_flight))
+        job = build(settings)
+        problems = [problem for problem in job.problems if problem.problem_id in problem_ids]
+        connection.send(mine_problems(job.miner, problems, _ParentStore(connection), num_in_flight=settings.in_flight))
     except Exception as error:
         known = isinstance(error, ReprieveError)
         connection.send(error if known else ReprieveError(f"{type(error).__name__}: {error}"))
