@@ -316,7 +316,7 @@ class Rejections(Command):
             at cosine similarity 0.9 or more.
         nli: Classifier that finds contradictions between responses, such as
             cross-encoder/nli-deberta-v3-base. Texts agree below probability 0.5.
-        seed: Same seed, same answers. ResponseSampler of rejected tokens are greedy.
+        seed: Same seed, same answers. Continuations of rejected tokens are greedy.
         out: File for the numbers, as JSON.
     """
 

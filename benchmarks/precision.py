@@ -32,7 +32,7 @@ def sequential(pair: Pair, problems: list[ProblemLabels]) -> np.ndarray:
             length = model.length
             if position in by_position and by_position[position].draft_id != token_id:
                 rows.append(model.forward([by_position[position].draft_id])[1][-1][0])
-                model.crop(length)
+                model.truncate(length)
             states = model.forward([token_id])[1][-1][0]
             if position in by_position and by_position[position].draft_id == token_id:
                 rows.append(states)

@@ -22,6 +22,7 @@ from reprieve.rules import parse_rule
 from reprieve.settings import AUTO, BUNDLED_TASK, NumDraftTokens, PairSettings, PromptSettings
 
 CONTROLS = ("direct:top_k:k=2", "direct:margin:delta=2")
+CERTIFIED_JUDGES = {"miniature": (0.05, 0.1), "arithmetic": (0.02, 0.04)}  # thresholds of bundled judges to certify
 CERTIFIED = {"margin": (2.0,)}
 # The settings to measure, by rule; K is tuned on the first.
 STUDIED = {
@@ -117,7 +118,7 @@ class StudyCommand(Command):
 
     def _certified(self) -> dict[str, tuple[float, ...]]:
         """Return the thresholds of each rule to certify."""
-        judge = {} if self.pair.bundle is None else {"judge": (0.05, 0.1)}
+        judge = {} if self.pair.bundle is None else {"judge": CERTIFIED_JUDGES[self.pair.bundle.key]}
         return {**judge, **CERTIFIED}
 
     def _run_settings(self, split: str, limit: int, offset: int = 0) -> RunSettings:

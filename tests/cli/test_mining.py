@@ -153,6 +153,9 @@ def test_two_workers_give_the_same_labels_as_one(tmp_path, capsys):
     mine = ["mine", "autojudge", *SMALL, "--limit", "4", "--in-flight", "2", "--max-new-tokens", "64"]
     assert main([*mine, "--workers", "2", "--out", str(tmp_path / "two")]) == 0
     assert "mined now: 4" in capsys.readouterr().out
+    assert "workers: 2" in (tmp_path / "two" / "config.yaml").read_text()
+    assert main([*mine, "--workers", "2", "--out", str(tmp_path / "two")]) == 0
+    assert "mined now: 0, there before: 4" in capsys.readouterr().out
     assert main([*mine, "--out", str(tmp_path / "one")]) == 0
     ours, theirs = (LabelStore(tmp_path / name).problems() for name in ("one", "two"))
     assert [dataclasses.replace(p, seconds=0) for p in ours] == [dataclasses.replace(p, seconds=0) for p in theirs]

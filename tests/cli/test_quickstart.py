@@ -27,7 +27,7 @@ def data(tmp_path, monkeypatch):
 FLAGS = ["--grader", "number", "--prompt-template", "t.txt", "--max-new-tokens", "200"]
 
 
-def test_look_prints_the_plan_and_what_can_be_proved(data, capsys):
+def test_dry_run_prints_the_plan_and_what_can_be_proved(data, capsys):
     assert main(["quickstart", *SMALL, "--data", str(data), *FLAGS, "--dry-run"]) == 0
     said = capsys.readouterr()
     assert "train" in said.out and "prompts: raw prompts" in said.out and "were right" in said.out

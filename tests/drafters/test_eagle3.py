@@ -87,7 +87,7 @@ def test_the_tree_holds_the_paths_of_largest_joint_probability():
         paths = {}
         for token in range(6):
             paths[(token,)] = float(first[token])
-            cache.crop(size)
+            cache.truncate(size)
             after, _ = head(torch.tensor([token]), hidden[-1:], cache=cache, positions=torch.tensor([size]), mask=None)
             for child in range(6):
                 paths[token, child] = float(first[token] + after[0].log_softmax(-1)[child])

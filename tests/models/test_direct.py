@@ -69,7 +69,7 @@ def test_logits_states_and_rollback_equal_the_librarys(model, folds):
             for layer, states in their_states.items():
                 torch.testing.assert_close(our_states[layer], states, rtol=tolerance, atol=tolerance)
             for one in made:
-                one.crop(keep)
+                one.truncate(keep)
                 assert one.length == keep
 
 
@@ -94,7 +94,7 @@ def test_trees_and_their_kept_paths_equal_the_librarys(model, folds):
 def test_the_last_rows_can_be_computed_alone(model):
     for one in both(model, hidden_layers=(-1,)):
         whole, states = one.forward(TEXT[:9])
-        one.crop(0)
+        one.truncate(0)
         rows, last = one.forward(TEXT[:9], num_rows=2)
         torch.testing.assert_close(rows, whole[-2:])
         torch.testing.assert_close(last[-1], states[-1][-2:])

@@ -181,7 +181,7 @@ def test_the_menu_distinguishes_rules_by_name():
     menu = Menu([Policy.load(spec) for spec in ("margin:delta=2", "margin:delta=2,k=5", "top_k:k=2")])
     assert list(menu.policies) == ["margin", "margin:delta=2,k=5", "top_k"]
     assert menu.choose({}).rule.spec == "margin:delta=2"
-    assert menu.choose({"reprieve_rule": "top_k", "reprieve_threshold": 3}).dial == 3
+    assert menu.choose({"reprieve_rule": "top_k", "reprieve_threshold": 3}).rule.dial_value == 3
     assert menu.choose({"reprieve_rule": "off"}).strict
     with pytest.raises(RequestError, match="reprieve_rule must be one of on, off, margin"):
         menu.choose({"reprieve_rule": "typical"})

@@ -15,8 +15,8 @@ import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
-from reprieve.bench.arms import LOSSLESS, Arm, make_arm
-from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, Pair, SamplingParams, load_pair
+from reprieve.bench.arms import LOSSLESS, make_arms
+from reprieve.engine import Pair, SamplingParams, load_pair
 from reprieve.errors import SpecError
 from reprieve.settings import AUTO, BUNDLED_PAIR, NumDraftTokens, read_draft_tokens
 
@@ -62,9 +62,9 @@ class ReprieveLM(HFLM):  # type: ignore[misc]
             device = None  # what the harness asks for by default, whatever the machine has
         self.pair = pair or load_pair(target or pretrained or BUNDLED_PAIR, draft, dtype=dtype, device=device)
         super().__init__(self.pair.target, tokenizer=self.pair.tokenizer, batch_size=1, **kwargs)
-        spec, k = rule.replace(";", ","), read_draft_tokens(num_draft_tokens)
-        alone = spec in (TARGET_ONLY, DRAFT_ONLY)
-        self.arm = Arm(spec, None, k) if alone else make_arm(spec, k, target=self.pair.target_name)
+        spec = rule.replace(";", ",")
+        arms = make_arms([spec], [read_draft_tokens(num_draft_tokens)], target=self.pair.target_name)
+        self.arm = next((arm for arm in arms if arm.label == spec), arms[-1])
         self.seed = int(seed)
         self._decoder = self.arm.decoder(self.pair, drafter=drafter)
 

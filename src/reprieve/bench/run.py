@@ -64,7 +64,7 @@ class Run:
         return self.file.records
 
     def measure(self, arms: Sequence[Arm] | None = None, progress: Progress = no_progress) -> bool:
-        """Generate the missing answers of these arms (default: all); return False, as `complete`, after Ctrl-C.
+        """Generate the missing answers of these arms (default: all); return False after Ctrl-C. Sets `complete`.
 
         Raises:
             PairError: a head made for another pair.

@@ -44,7 +44,7 @@ def summarise(run: Run, arms: Sequence[Arm] | None = None) -> Results:
     num_problems = len(next(iter(rows.values()), ()))
     timed = run.config.engine == "local"
     unknown = (*(() if run.task.graded else _QUALITY), *(() if timed else _SPEED))
-    found = [_summarise_arm(arm, rows, run) for arm in chosen] if num_problems else []
+    found = [_summarise_arm(arm, rows, chosen, run.config) for arm in chosen] if num_problems else []
     found = [dataclasses.replace(arm, **dict.fromkeys(unknown)) for arm in found]  # type: ignore[arg-type]
     allocation: list[Allocation] = []
     if found and run.task.graded and timed and {DRAFT_ONLY, TARGET_ONLY} <= rows.keys():
@@ -85,8 +85,8 @@ def column(problems: Problems, value: Value) -> np.ndarray:
     return np.array([[value(record) for record in trials] for trials in problems], dtype=float)
 
 
-def _summarise_arm(arm: Arm, rows: Rows, run: Run) -> ArmResults:
-    problems, lossless = rows[arm.label], rows[lossless_for(arm, run.arms)]
+def _summarise_arm(arm: Arm, rows: Rows, arms: Sequence[Arm], config: RunConfig) -> ArmResults:
+    problems, lossless = rows[arm.label], rows[lossless_for(arm, arms)]
     records = [record for trials in problems for record in trials]
     correct = column(problems, lambda record: record.correct)
     num_correct = int(correct.sum())
@@ -113,7 +113,7 @@ def _summarise_arm(arm: Arm, rows: Rows, run: Run) -> ArmResults:
         tokens_per_round=tokens / rounds if forwards else None,
         acceptance_rate=accepted / drafted if drafted else None,
         draft_share=accepted / tokens if drafted and tokens else None,
-        sequence_bound=_sequence_bound(arm, accepted / len(records), run.config),
+        sequence_bound=_sequence_bound(arm, accepted / len(records), config),
         num_rescued=total.num_rescued,
         pruned_share=total.num_pruned / (drafted + total.num_pruned) if total.num_pruned else 0.0,
         tokens_per_second=tokens / seconds if seconds else None,

@@ -37,16 +37,17 @@ class Mine(Command):
         from reprieve.mining.show import summarise_labels
         from reprieve.mining.store import LabelStore
 
-        opened = contextlib.closing(build(self.settings, announce=screen.warn))
-        with opened as job, screen.progress("mining", "problems") as progress:
-            store = LabelStore(self.out, job.manifest)
-            self.keep_config(self.out)
-            if self.num_workers == 1:
-                in_flight = self.settings.in_flight
-                report = mine_problems(job.miner, job.problems, store, num_in_flight=in_flight, progress=progress)
-            else:
+        with screen.progress("mining", "problems") as progress:
+            with contextlib.closing(build(self.settings, announce=screen.warn)) as job:
+                store, problems = LabelStore(self.out, job.manifest), job.problems
+                self.keep_config(self.out)
+                if self.num_workers == 1:
+                    in_flight = self.settings.in_flight
+                    report = mine_problems(job.miner, problems, store, num_in_flight=in_flight, progress=progress)
+            if self.num_workers > 1:
+                del job  # with its models: each process loads its own
                 workers = self.num_workers
-                report = mine_in_processes(self.settings, job.problems, store, num_workers=workers, progress=progress)
+                report = mine_in_processes(self.settings, problems, store, num_workers=workers, progress=progress)
         report.require_some()
         summary = summarise_labels(store.problems(), store.manifest.get("max_new_tokens"))
         screen.say(summary.sentence())

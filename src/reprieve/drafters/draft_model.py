@@ -131,7 +131,7 @@ class DraftModelDrafter(Drafter):
             self._unread.append(outcome.next_token_id)
             return
         accepted = outcome.token_ids
-        self.model.crop(self._base + len(accepted))
+        self.model.truncate(self._base + len(accepted))
         self.model.record_ids(self._base, accepted)
         missing = self._base + len(accepted) - self.model.length  # 1 when the whole block was accepted
         self._unread = [*accepted[len(accepted) - missing :], outcome.next_token_id]

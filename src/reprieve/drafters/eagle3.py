@@ -164,7 +164,7 @@ class EagleDrafter(Drafter):
 
     def start(self, prompt_ids: Sequence[int], sampler: Sampler, prefill: Prefill) -> None:
         self.sampler = sampler
-        self._cache.crop(0)
+        self._cache.truncate(0)
         self._length = 0
         self._unread = list(prompt_ids[1:])
         self._states = [] if prefill.hidden is None else [self.head.fuse(prefill.hidden)]
@@ -196,7 +196,7 @@ class EagleDrafter(Drafter):
             )
             nodes = frontier + tree.num_nodes - len(tree.token_ids[-1])
             self._expand(tree, nodes, tree.log_probs[-1][frontier], predicted)
-        self._cache.crop(self._length)
+        self._cache.truncate(self._length)
         return self._block(tree, policy)
 
     def commit(self, block: Block, outcome: Outcome, verification: Verification) -> None:

@@ -1,4 +1,4 @@
-"""ResponseSampler of texts by one model, many at once, with shared prefixes.
+"""Continuations of texts by one model, many at once, with shared prefixes.
 
 Nothing is drafted: with many texts in flight, a forward's fixed cost no longer dominates, and batching alone gains more
 than speculation.

@@ -51,10 +51,10 @@ class EagleModel(CachedModel):
         self._head_cache = RollbackCache()
         self._states = torch.empty(0, head.fc.out_features, dtype=head.fc.weight.dtype, device=self.device)
 
-    def crop(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Roll back to the first `length` tokens."""
-        super().crop(length)
-        self._head_cache.crop(max(0, length - 1))
+        super().truncate(length)
+        self._head_cache.truncate(max(0, length - 1))
         self._states = self._states[:length]
 
     def _run(
@@ -108,7 +108,7 @@ class DraftReader(Draft):
         if shared <= first:
             self.model.start(prompt_ids[:-1], reuse_prefix=True)
             shared, self._predicted = first, []
-        self.model.crop(shared)
+        self.model.truncate(shared)
         del self._predicted[shared - first :]
         if shared < len(text) - 1:
             logits, _ = self.model.forward(text[shared:-1])

@@ -294,7 +294,7 @@ class ArbiterAdvisor:
         num_positions = max_length + num_draft_tokens + 2
         require_positions(self.model.backbone, num_positions, what="context and a round's tokens, read by the arbiter,")
         self._context_ids = list(prompt_ids)
-        self._cache.crop(0)
+        self._cache.truncate(0)
 
     def advise(self, block: Block, evidence: Evidence, settled: Tensor) -> Tensor:
         """Return pi(accept) of each drafted token, [N], which becomes `Evidence.advice`.
@@ -331,7 +331,7 @@ class ArbiterAdvisor:
         embeddings = torch.cat([*parts, self.model._embed_region(arbitration)])
         hidden = self.model._run(embeddings, rows, columns, self._cache)
         self.num_read += len(embeddings)
-        self._cache.crop(end)
+        self._cache.truncate(end)
         return self.model._score(hidden, end - first, arbitration)
 
     def commit(self, token_ids: Sequence[int]) -> None:
@@ -340,7 +340,7 @@ class ArbiterAdvisor:
 
     def forget(self) -> None:
         """Drop the cache: the next round reads the whole context again."""
-        self._cache.crop(0)
+        self._cache.truncate(0)
 
 
 def make_advisor(rule: Rule, draft: PreTrainedModel | None) -> ArbiterAdvisor | None:

@@ -60,7 +60,7 @@ class RollbackLayer(DynamicLayer):
         assert self.keys is not None and self.values is not None
         return self.keys, self.values
 
-    def crop(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Drop everything after the first `length` tokens."""
         self._set_length(min(length, self.length))
 
@@ -91,11 +91,11 @@ class RollbackCache(Cache):
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=RollbackLayer)
 
-    def crop(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Drop everything after the first `length` tokens, in every layer."""
         for layer in self.layers:
             assert isinstance(layer, RollbackLayer)
-            layer.crop(length)
+            layer.truncate(length)
 
     def keep_path(self, start: int, rows: Tensor) -> None:
         """Keep the first `start` tokens and, after them, those at `start + rows`, in every layer."""

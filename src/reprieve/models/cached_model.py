@@ -83,7 +83,7 @@ class CachedModel:
         shared = 0
         if reuse_prefix:
             shared = shared_length(token_ids, self.cached_ids)
-        self.crop(shared)
+        self.truncate(shared)
         if shared == len(token_ids):
             return Prefill()
         logits, hidden = self._run(list(token_ids[shared:]), num_logits=1)
@@ -91,7 +91,7 @@ class CachedModel:
 
     def share_prefix(self, token_ids: Sequence[int]) -> None:
         """Name tokens with which most texts begin: `restart` reads them once."""
-        self.crop(0)
+        self.truncate(0)
         self._shared_ids = list(token_ids)
 
     def restart(self, token_ids: Sequence[int]) -> list[int]:
@@ -105,7 +105,7 @@ class CachedModel:
         elif not self._holds_shared:
             self.start(self._shared_ids)
             self._holds_shared = True
-        self.crop(size)
+        self.truncate(size)
         return list(token_ids[size:])
 
     def forward(
@@ -136,16 +136,16 @@ class CachedModel:
         known = token_ids[: self.length - start]
         self.cached_ids[start : start + len(known)] = known
 
-    def crop(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Roll back to the first `length` tokens."""
-        self.cache.crop(length)
+        self.cache.truncate(length)
         del self.cached_ids[length:]
         self._holds_shared = self._holds_shared and length >= len(self._shared_ids)
 
     def keep_path(self, start: int, rows: list[int]) -> None:
         """Keep the first `start` tokens and, of those after them, the given rows (increasing)."""
         if rows == list(range(len(rows))):
-            self.crop(start + len(rows))
+            self.truncate(start + len(rows))
             return
         self.cache.keep_path(start, to_device(torch.tensor(rows), self.device))
         self.cached_ids[start:] = [self.cached_ids[start + row] for row in rows]
@@ -229,7 +229,7 @@ def forward_seconds(model: CachedModel, num_tokens: int, *, num_cached: int = 64
     logits, _ = model.forward([0] * num_tokens)
     float(logits[-1, 0])  # on a GPU, wait for it
     seconds = time.perf_counter() - started
-    model.crop(num_cached)
+    model.truncate(num_cached)
     return seconds
 
 

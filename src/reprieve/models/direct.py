@@ -77,7 +77,7 @@ class DirectCache:
         self.length = 0
         self.buffer: Tensor | None = None
 
-    def crop(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Drop everything after the first `length` tokens."""
         self.length = min(length, self.length)
 

@@ -65,7 +65,7 @@ class Traits:
 
 @dataclass(frozen=True)
 class RescueLimits:
-    """RescueLimits on a rule's rescues; None for no limit.
+    """Limits on a rule's rescues; None for no limit.
 
     Args:
         per_block: most rescues in one round.
@@ -100,7 +100,7 @@ class Rule(ABC):
 
     @property
     def limits(self) -> RescueLimits | None:
-        """RescueLimits on the rescues; None for a rule that decides each token by its risk alone."""
+        """Limits on the rescues; None for a rule that decides each token by its risk alone."""
         return None
 
     @property

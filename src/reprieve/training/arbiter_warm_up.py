@@ -328,7 +328,7 @@ def _read(
     """
     model.start(list(context_ids[:-1]), reuse_prefix=True)
     logits, hidden = model.forward([context_ids[-1], *draft_ids], num_rows=len(draft_ids) + 1)
-    model.crop(len(context_ids))
+    model.truncate(len(context_ids))
     states = select_rows(hidden, slice(1, None))
     assert states is not None
     token_ids = torch.tensor(list(draft_ids), device=logits.device)

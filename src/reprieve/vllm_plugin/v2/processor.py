@@ -233,8 +233,8 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
 def judged_ids(ctx: LogitsContext) -> Tensor:
     """Return the drafted token that each row verifies, [N], int64: the one fed at its request's next row, or -1."""
     token_ids = torch.full_like(ctx.input_ids, -1, dtype=torch.long)
-    should_continue = (ctx.expanded_idx_mapping[1:] == ctx.expanded_idx_mapping[:-1]) & (ctx.expanded_local_pos[1:] > 0)
-    token_ids[:-1] = torch.where(should_continue, ctx.input_ids[1:].long(), -1)
+    same_request = (ctx.expanded_idx_mapping[1:] == ctx.expanded_idx_mapping[:-1]) & (ctx.expanded_local_pos[1:] > 0)
+    token_ids[:-1] = torch.where(same_request, ctx.input_ids[1:].long(), -1)
     return token_ids
 
 
