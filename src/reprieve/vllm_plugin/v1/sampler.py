@@ -14,24 +14,38 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from reprieve.rules.batch import BatchRequest, Decisions
+from reprieve.rules.batch import Batch, BatchRequest, Decisions
 from reprieve.transfers import device_tensor
 from reprieve.types import gather_token
+from reprieve.vllm_plugin.rounds import RoundRequest, WorkerRules
 
-if TYPE_CHECKING:
-    from reprieve.vllm_plugin.v1.runner import Hooks
+
+class RunnerHooks(Protocol):
+    """Hooks on a model runner, as the sampler uses them."""
+
+    rules: WorkerRules
+
+    def requests(self, num_draft_tokens: list[int]) -> list[RoundRequest]: ...
+    def batch(
+        self,
+        current: V1Round,
+        requests: list[RoundRequest],
+        target_logits: Tensor,
+        draft_probs: Tensor | None,
+        meta: Any,
+    ) -> Batch: ...
 
 
 @dataclass
 class V1Round:
     """State of the round that is being sampled."""
 
-    hooks: Hooks
+    hooks: RunnerHooks
     state: Any  # vLLM's ExecuteModelState
     possible: Tensor | None = None  # [N], captured before top-k and top-p
     uniforms: Tensor | None = None  # [N], drawn ahead for the rule, then used by vLLM
