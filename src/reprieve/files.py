@@ -167,7 +167,7 @@ def append_line(path: Path, values: Mapping[str, Any], kept: str) -> None:
             file.flush()
     except OSError as error:
         raise ReprieveError(
-            f"{str(path)!r} cannot be written: {error.strerror}; {kept} are kept, run again to go on"
+            f"{str(path)!r} cannot be written: {error.strerror}; {kept} are kept, run again to resume"
         ) from None
 
 

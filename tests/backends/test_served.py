@@ -72,7 +72,7 @@ def test_a_run_resumes_after_its_server_dies_without_repeating_requests(bundled_
     arms = arms_of(*ARMS)
     with PairServer(bundled_pair, RULES, dies_after=7) as server:
         engine = engine_of(server, parallel=3)
-        with pytest.raises(EngineError, match=r"does not answer .*7 answers are kept, run again to go on"):
+        with pytest.raises(EngineError, match=r"does not answer .*7 answers are kept, run again to resume"):
             Run(RunConfig.of(engine, arms, SETTINGS), arms, engine, task, tmp_path).measure()
     before = [(record.arm, record.problem_id) for record in RecordFile(tmp_path / "problems.jsonl").records]
     assert len(before) == len(server.requests) == 7

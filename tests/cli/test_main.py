@@ -86,7 +86,7 @@ def test_lists_make_an_arm_for_each_value_and_k_and_the_fastest_is_reported(tmp_
     assert main(["bench", *SMALL, *arguments]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"fastest: --arm margin:delta=4@K=[48] ", printed)
-    assert "2 problems cannot tell such speeds apart; measure again with --limit 100 or more" in printed
+    assert "2 problems: too few to compare these speeds; measure again with --limit 100 or more" in printed
     specs = [arm["spec"] for arm in json.loads((tmp_path / "run" / "results.json").read_text())["arms"]]
     assert specs[2:] == [f"{rule}@K={k}" for k in (4, 8) for rule in ("lossless", "margin:delta=1", "margin:delta=4")]
 

@@ -56,8 +56,8 @@ def test_mine_show_train_and_decode_end_to_end(tmp_path, capsys):
     [
         (["mine", "autojudge", "--max-new-tokens", "0"], "max_new_tokens must be in [1, 2147483647], got 0"),
         (["mine", "pivot", "--rollouts", "0"], "num_rollouts must be in [1, 4096], got 0"),
-        (["mine", "autojudge", "--task", "prompts:path={prompts}", "--split", "all"], "no answers to compare"),
-        (["mine", "pivot", "--task", "prompts:path={prompts}", "--split", "all"], "no answers to compare"),
+        (["mine", "autojudge", "--task", "prompts:path={prompts}", "--split", "all"], "no reference answers"),
+        (["mine", "pivot", "--task", "prompts:path={prompts}", "--split", "all"], "no reference answers"),
         (["mine", "autojudge", "--task", "gsm8k:path={gsm}", "--offset", "9"], "offset must be below"),
         (
             ["mine", "autojudge", "--judge", "openai:model=m,temperature=hot", "--limit", "1"],

@@ -79,7 +79,7 @@ def test_it_stops_before_any_work_if_no_answer_can_be_read(data, capsys):
     assert main(["quickstart", *SMALL, "--data", str(data), *FLAGS[:4], *limits]) == 1
     said = capsys.readouterr()
     assert "no answer could be read: check --grader and the prompt" in said.err
-    assert "--allow-unread goes on all the same" in said.err
+    assert "--allow-unread continues anyway" in said.err
     assert not Path("unread").exists()
 
 
@@ -95,7 +95,7 @@ def test_it_stops_if_no_answer_is_right_and_asks_on_a_terminal(data, capsys, mon
     monkeypatch.setattr(screen.sys, "stdin", Terminal("y\n"))
     monkeypatch.setattr(Pipeline, "run", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(command) == 130, "it went on"
-    assert "Go on all the same? [y/N]" in capsys.readouterr().err
+    assert "Continue anyway? [y/N]" in capsys.readouterr().err
 
 
 class Terminal(io.StringIO):

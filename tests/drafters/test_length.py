@@ -216,22 +216,22 @@ class TestPair:
         return dataclasses.replace(random_length(32), pair=pair.identity, **changes)
 
     def test_auto_uses_recent_acceptance_without_a_head(self, pair):
-        assert isinstance(pair.decoder().length, AcceptanceLength)
-        assert isinstance(pair.decoder(num_draft_tokens=7).length, FixedLength)
-        assert pair.decoder("lossless", drafter="ngram").length.costs.draft == 0
+        assert isinstance(pair.decoder().draft_length, AcceptanceLength)
+        assert isinstance(pair.decoder(num_draft_tokens=7).draft_length, FixedLength)
+        assert pair.decoder("lossless", drafter="ngram").draft_length.costs.draft == 0
         assert isinstance(pair.decoder("lossless", drafter="ngram").drafter, NgramDrafter)
 
     def test_a_saved_head_sets_the_length(self, pair, tmp_path):
         self.head(pair).save_pretrained(tmp_path)
         made = pair.decoder("lossless", num_draft_tokens=f"auto:path={tmp_path}")
-        assert isinstance(made.length, LearnedLength)
+        assert isinstance(made.draft_length, LearnedLength)
         assert made.generate(PROMPT, PARAMS).token_ids == pair.decoder("target_only").generate(PROMPT, PARAMS).token_ids
 
     def test_heads_of_other_rules_thresholds_drafters_and_pairs_are_refused(self, pair, tmp_path):
         head = self.head(pair, rule="top_k", lowest=2.0, highest=4.0)
         head.save_pretrained(tmp_path)
         named = f"auto:path={tmp_path}"
-        assert isinstance(pair.decoder("top_k:k=3", num_draft_tokens=named).length, LearnedLength)
+        assert isinstance(pair.decoder("top_k:k=3", num_draft_tokens=named).draft_length, LearnedLength)
         for rule in ("lossless", "top_k:k=5"):
             with pytest.raises(SpecError, match="was trained for top_k at 2 to 4, not for"):
                 pair.decoder(rule, num_draft_tokens=named)

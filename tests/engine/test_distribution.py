@@ -123,9 +123,9 @@ def test_sampled_lossless_preserves_the_targets_distribution(drafting):
     cached = CachedModel(target, hidden_layers=drafter.target_layers)
     decoder = SpeculativeDecoder(cached, drafter, NumberTokenizer(size), rule=rule, num_draft_tokens=3)
     if drafting == "eagle3, weighed":
-        decoder.length = AcceptanceLength(StepCosts(0.3, 0.03), drafts_trees=True)
+        decoder.draft_length = AcceptanceLength(StepCosts(0.3, 0.03), drafts_trees=True)
     if drafting.endswith("learned length"):  # it reads the sampled token
-        decoder.length = LearnedLength(random_length(32, seed=5))
+        decoder.draft_length = LearnedLength(random_length(32, seed=5))
     num_rescued, lengths = 0, Counter()
 
     def decode(seed):

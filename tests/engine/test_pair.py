@@ -48,17 +48,17 @@ def test_one_model_alone_equals_its_generate(bundled_pair):
 def test_lossless_is_the_default(bundled_pair):
     decoder = bundled_pair.decoder()
     assert decoder.rule.name == "lossless"
-    assert isinstance(decoder.length, LearnedLength), "as many tokens as pay, by the bundled head"
+    assert isinstance(decoder.draft_length, LearnedLength), "as many tokens as pay, by the bundled head"
 
 
 def test_bundled_length_heads_are_used_only_with_their_pair_and_drafter(bundled_pair):
-    assert isinstance(bundled_pair.decoder("judge:threshold=0.5").length, LearnedLength), "whatever the threshold"
-    assert bundled_pair.decoder("typical").length.head.rule == "lossless", "the next best"
-    assert bundled_pair.decoder("judge").length.head.rule == "judge"
-    assert isinstance(bundled_pair.decoder(drafter="ngram").length, AcceptanceLength)
-    assert bundled_pair.decoder(drafter="eagle3").length.drafts_trees
+    assert isinstance(bundled_pair.decoder("judge:threshold=0.5").draft_length, LearnedLength), "whatever the threshold"
+    assert bundled_pair.decoder("typical").draft_length.head.rule == "lossless", "the next best"
+    assert bundled_pair.decoder("judge").draft_length.head.rule == "judge"
+    assert isinstance(bundled_pair.decoder(drafter="ngram").draft_length, AcceptanceLength)
+    assert bundled_pair.decoder(drafter="eagle3").draft_length.drafts_trees
     other = dataclasses.replace(bundled_pair, draft=bundled_pair.target, draft_name="another")
-    assert isinstance(other.decoder().length, AcceptanceLength)
+    assert isinstance(other.decoder().draft_length, AcceptanceLength)
     with pytest.raises(PairError, match="made for target"):
         other.decoder(num_draft_tokens="auto:path=reprieve/arithmetic-length-lossless")
 

@@ -110,7 +110,7 @@ def test_a_server_that_dies_during_a_walk_loses_no_labels(bundled_pair, tmp_path
     with PairServer(bundled_pair, dies_after=30) as server:
         bench = build(dataclasses.replace(settings, engine=on(server)))
         store = LabelStore(tmp_path, bench.manifest)
-        with pytest.raises(EngineError, match="run again to go on"):
+        with pytest.raises(EngineError, match="run again to resume"):
             mine_problems(bench.miner, bench.problems, store, num_in_flight=1)
     done = {problem.problem_id for problem in LabelStore(tmp_path).problems()}
     assert 1 <= len(done) < 3
@@ -175,7 +175,7 @@ def test_a_server_that_dies_loses_no_labels(bundled_pair, tmp_path, capsys):
     with PairServer(bundled_pair, dies_after=2) as server:
         assert main([*mine, "--engine", f"openai:url={server.url}"]) == 1
     error = capsys.readouterr().err
-    assert "does not answer" in error and "1 labelled problems are kept, run again to go on" in error
+    assert "does not answer" in error and "1 labelled problems are kept, run again to resume" in error
     with PairServer(bundled_pair) as server:
         assert main([*mine, "--engine", f"openai:url={server.url}"]) == 0
     assert "mined now: 2, there before: 1" in capsys.readouterr().out

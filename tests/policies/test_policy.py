@@ -119,7 +119,7 @@ def test_a_cap_respects_the_direction_of_leniency(rule, cap, strict, lenient):
         ({"rule": "margin:delta=2", "certified": 3, "fast": 1}, "no stricter than certified"),
         ({"rule": "margin:delta=2", "default": ["strict"]}, "default must be a text"),
         ({"rule": "margin:delta=2", "certificate": 5}, "certificate must be a text"),
-        ({"rule": "margin:delta=2", "fast": 10**400}, "fast must be a number that fits"),
+        ({"rule": "margin:delta=2", "fast": 10**400}, "fast must fit in a float"),
         ({"rule": "margin:delta=2", 5: 1}, "takes rule, certified"),
         (5, "must be a rule, a file's path or an object"),
         (["margin"], "must be a rule, a file's path or an object"),
@@ -244,7 +244,7 @@ def test_load_sets_the_leniency_of_requests_without_settings():
     ("settings", "said"),
     [
         ({"by_load": {"8": 2}, "max_threshold": 1.5}, "by_load at 8 requests must be no more lenient than delta=1.5"),
-        ({"by_load": {"0": 2}}, "rising numbers of requests, 1 or more"),
+        ({"by_load": {"0": 2}}, "distinct request counts of 1 or more"),
         ({"by_load": {"many": 2}}, "must map numbers of running requests"),
         ({"by_load": [2]}, "must map numbers of running requests"),
         ({"by_load": {"8": "2"}}, "by_load must be a number"),

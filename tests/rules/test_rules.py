@@ -10,7 +10,7 @@ import torch
 
 from reprieve.errors import SpecError
 from reprieve.rules import RULES, AllOf, accepts, parse_rule
-from reprieve.rules.base import passes
+from reprieve.rules.base import within_threshold
 from reprieve.types import Context, Evidence
 from tests.kit.tiny import NumberTokenizer, with_heads
 
@@ -355,7 +355,7 @@ def test_composition_needs_both_or_either():
 def test_thresholds_can_differ_by_row():
     case = hand(TARGET, DRAFT, TOKENS)
     risk = parse_rule("top_k").risk(case)
-    assert passes(risk, torch.tensor([1.0, 1.0, 3.0])).tolist() == [False, True, True]
+    assert within_threshold(risk, torch.tensor([1.0, 1.0, 3.0])).tolist() == [False, True, True]
 
 
 def test_infinite_and_undefined_risks_never_pass():

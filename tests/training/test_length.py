@@ -36,7 +36,7 @@ def test_a_trained_head_drafts_fewer_rejected_tokens(pair):
         decoder = pair.decoder("lossless", num_draft_tokens=k)
         answers = [decoder.generate([n, 3, 7, 20, n + 1], params) for n in range(40, 46)]
         made[name] = sum(a.num_accepted for a in answers) / sum(a.num_drafted for a in answers)
-    assert isinstance(pair.decoder("lossless", num_draft_tokens=head).length, LearnedLength)
+    assert isinstance(pair.decoder("lossless", num_draft_tokens=head).draft_length, LearnedLength)
     assert made["learned"] > made["fixed"] + 0.05
 
 

@@ -103,7 +103,7 @@ def measured(folder, limit, *, engine=VLLM, speed=None, progress=lambda done, to
 
 def test_a_killed_server_loses_nothing_and_one_server_answers_every_arm(tmp_path):
     few = EngineSettings(f"vllm:{SMALL},parallel=2")  # otherwise all might be answered before the fourth is reported
-    with pytest.raises(EngineError, match="answers are kept, run again to go on"):
+    with pytest.raises(EngineError, match="answers are kept, run again to resume"):
         measured(tmp_path, 8, engine=few, progress=lambda done, total: kill_servers() if done == 4 else None)
     before = [(record.arm, record.problem_id) for record in RecordFile(tmp_path / "problems.jsonl").records]
     assert 4 <= len(before) < 24
@@ -133,7 +133,7 @@ def mined(settings, folder, *, in_flight, progress=lambda done, total: None):
 
 def test_mining_loses_nothing_if_its_server_is_killed(tmp_path):
     settings = AutoJudgeMining(limit=3, task="arithmetic", pair=PAIR, engine=VLLM)
-    with pytest.raises(EngineError, match="labelled problems are kept, run again to go on"):
+    with pytest.raises(EngineError, match="labelled problems are kept, run again to resume"):
         mined(settings, tmp_path, in_flight=2, progress=lambda done, total: done and kill_servers())
     before = LabelStore(tmp_path).problems()
     report = mined(settings, tmp_path, in_flight=2)

@@ -202,7 +202,7 @@ def test_the_self_test_fails_where_a_hook_is_broken(llm, broken, monkeypatch):
         processors = worker_of(llm).model_runner.sampler.logits_processors
         monkeypatch.setattr(worker_of(llm).model_runner.sampler, "logits_processors", processors[:-1])
     elif broken == "the edit is lost":
-        monkeypatch.setattr(v2_processor, "_raise", lambda *args: None)
+        monkeypatch.setattr(v2_processor, "_lift", lambda *args: None)
     elif broken == "other draws":
         monkeypatch.setattr(v2_runner, "uniforms_of", lambda *rows: 1 - uniforms_of(*rows))
     else:

@@ -25,7 +25,7 @@ from reprieve.tasks import Task, TaskProblem, load_task
 from reprieve.tasks.prompting import problems_of, prompt_ids_of, with_prompts
 
 _CHUNK = 4  # answers that a worker process makes before it returns them
-_COMPARED = 64  # prompts that show what all begin with
+_COMPARED = 64  # prompts compared to find the common prefix
 
 
 @dataclass
@@ -44,18 +44,18 @@ class _RunState:
 
 @dataclass
 class _Workers:
-    """Processes that know a run and some arms."""
+    """Worker processes prepared for one run and some of its arms."""
 
     config: RunConfig
     labels: set[str]
     pool: ProcessPoolExecutor
 
-    def know(self, config: RunConfig, arms: Sequence[Arm]) -> bool:
+    def prepared_for(self, config: RunConfig, arms: Sequence[Arm]) -> bool:
         return self.config == config and {arm.label for arm in arms} <= self.labels
 
 
 class PairEngine(Engine):
-    """Engine that decodes with a pair which is loaded here."""
+    """Engine whose pair is loaded in this process."""
 
     kind: str
 
@@ -151,7 +151,7 @@ class LocalEngine(PairEngine):
     def _started(self, config: RunConfig, arms: Sequence[Arm]) -> ProcessPoolExecutor:
         """Return a pool of processes that know this run and these arms; start a new one if needed."""
         self.expect(arms, config.drafter)
-        if self._workers is None or not self._workers.know(config, arms):
+        if self._workers is None or not self._workers.prepared_for(config, arms):
             self.close()
             pool = ProcessPoolExecutor(
                 self.num_parallel,
@@ -171,8 +171,9 @@ class LocalEngine(PairEngine):
         return decoders
 
     def _shared_prefix(self, problems: Sequence[TaskProblem]) -> list[int]:
-        """Return the tokens with which the first problems' prompts begin, such as a system prompt and examples."""
+        """Return the prompt tokens that the first problems share, such as a system prompt and examples."""
         prompts = [prompt_ids_of(problem, self.tokenizer) for problem in problems[:_COMPARED]]
+        # The lexicographic minimum and maximum share exactly the prefix that all prompts share.
         return prompts[0][: shared_length(min(prompts), max(prompts))]
 
 

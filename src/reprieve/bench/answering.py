@@ -14,7 +14,7 @@ from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.engine import SamplingParams
 from reprieve.errors import EngineError, PairError
 from reprieve.tasks import Task, TaskProblem
-from reprieve.tasks.base import grade
+from reprieve.tasks.base import run_comparison
 from reprieve.tasks.prompting import Conversation, PromptFormat, prompt_of
 from reprieve.types import DecodingStats, Generation
 
@@ -59,19 +59,19 @@ class Answerer:
         await self._answer(arm, self._problems[0], params, 0)
 
     async def answer(self, job: Job) -> ProblemRecord:
-        """Answer a problem with an arm; every problem and trial has draws of its own."""
+        """Answer one problem with one arm; the random draws depend on the problem and the trial."""
         params = self.params.for_problem(job.number, job.trial)
         return await self._answer(self._arms[job.arm], self._problems[job.number], params, job.trial)
 
     async def _answer(self, arm: Arm, problem: TaskProblem, params: SamplingParams, trial: int) -> ProblemRecord:
-        """One arm on one problem. An error is recorded as an error, never as an answer."""
+        """Answer and grade one problem with one arm. A failure is recorded as an error, never as an answer."""
         try:
             turns = await self._converse(arm, problem, arm.params(params))
             answer = self.task.extract_answer(turns[-1].text)
-            correct = await grade(self.task, self.task.equivalent, answer, problem.reference)
-        except (EngineError, PairError):  # there is nothing to answer with
+            correct = await run_comparison(self.task, self.task.equivalent, answer, problem.reference)
+        except (EngineError, PairError):  # no problem can be answered: end the run
             raise
-        except Exception as error:  # whatever it is, the other problems are still worth measuring
+        except Exception as error:  # any error: the other problems can still be measured
             return ProblemRecord(
                 arm=arm.label,
                 problem_id=problem.problem_id,
@@ -98,15 +98,15 @@ class Answerer:
         )
 
     async def _converse(self, arm: Arm, problem: TaskProblem, params: SamplingParams) -> list[Reply]:
-        """The answers of all turns; most problems have one."""
-        generations = [await self._decode(arm, problem, prompt_of(problem), params)]
+        """Return the replies of all turns; most problems have one turn."""
+        replies = [await self._decode(arm, problem, prompt_of(problem), params)]
         if not problem.follow_ups:
-            return generations
-        talk = Conversation(self._format, problem.prompt)
+            return replies
+        conversation = Conversation(self._format, problem.prompt)
         for message in problem.follow_ups:
-            talk.add(generations[-1].text, message)
-            generations.append(await self._decode(arm, problem, talk.prompt(), params))
-        return generations
+            conversation.add(replies[-1].text, message)
+            replies.append(await self._decode(arm, problem, conversation.prompt(), params))
+        return replies
 
 
 def reply_of(arm: Arm, generation: Generation) -> Reply:

@@ -24,7 +24,8 @@ class Run:
 
     Args:
         extendable: whether arms may be added to an existing folder. Always allowed if the engine answers several
-            problems at once, which measures no speed. Otherwise not for timing: added arms do not take turns.
+            problems at once, which measures no speed. Do not set it for timing runs: added arms do not alternate with
+            the earlier ones.
 
     Raises:
         SpecError: a task without problems here, or an arm that the engine cannot decode.
@@ -86,7 +87,7 @@ class Run:
         except KeyboardInterrupt:
             return False
         except EngineError as error:
-            raise EngineError(f"{error}; {len(self.records)} answers are kept, run again to go on") from None
+            raise EngineError(f"{error}; {len(self.records)} answers are kept, run again to resume") from None
         chosen_records = [record for record in self.records if record.arm in labels]
         if chosen_records and all(record.error for record in chosen_records):
             raise ReprieveError(f"every problem failed; the first error: {chosen_records[0].error}")

@@ -137,7 +137,7 @@ class Bench(Command):
         n = results.num_problems
         if n < _FEW and any(len(best.by_k) > 1 for best in fastest):
             problems = f"{n} problem{'s' * (n > 1)}"
-            screen.say(f"{problems} cannot tell such speeds apart; measure again with --limit {_FEW} or more")
+            screen.say(f"{problems}: too few to compare these speeds; measure again with --limit {_FEW} or more")
         screen.say(f"results: {self.out / 'results.json'}")
         if not self.engine.local and not results.throughput:
             how = "--engine local" if self.engine.batched else "--concurrency"

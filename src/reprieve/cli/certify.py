@@ -60,7 +60,7 @@ class Certify(Command):
                 progress=progress,
             )
         if outcome is None:
-            screen.warn("interrupted: answers are kept; run again to go on")
+            screen.warn("interrupted: answers are kept; run again to resume")
             return INTERRUPTED
         if outcome.certificate is None:
             screen.say(f"no certificate: {outcome.reason}")

@@ -92,6 +92,6 @@ class Pipeline:
         replace_file(self._path, json.dumps({"stages": list(self._record.values())}, indent=2) + "\n")
         if status not in results:
             raise ReprieveError(
-                f"stage {name} (reprieve {command.verb}) failed with status {status}; run again to go on"
+                f"stage {name} (reprieve {command.verb}) failed with status {status}; run again to resume"
             )
         return status

@@ -122,7 +122,7 @@ def run_command(kind: type[Command], arguments: Sequence[str]) -> int:
         return int(stop.code or 0)
     except KeyboardInterrupt:
         folder = command.kept_in if command else None
-        kept = f"; what is done is kept in {folder}: run again to go on" if folder else ""
+        kept = f"; what is done is kept in {folder}: run again to resume" if folder else ""
         print(f"{name}: interrupted{kept}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:

@@ -63,7 +63,7 @@ class Mine(Command):
             f"failed: {len(report.errors)}"
         )
         if report.interrupted:
-            screen.warn("interrupted: finished problems are kept; run again to go on")
+            screen.warn("interrupted: finished problems are kept; run again to resume")
             return INTERRUPTED
         return 1 if report.errors else 0
 

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 _COMPARED = 40  # problems of the last comparison
 _MOST = 10_000  # problems counted of a split
 _SPLITS = ("train", "validation", "test")
-_FREE = ("out", "dry_run", "allow_unread", "num_workers")  # settings that may change from run to run
+_MAY_CHANGE = ("out", "dry_run", "allow_unread", "num_workers")  # settings that may differ when a run is resumed
 _THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.4)  # coarser than usual: each is measured in full
-_SHARED = 16  # assumed number of answers that a server produces in the time of one; low for a GPU
+_SERVER_GAIN = 16  # assumed throughput of a server relative to one answer at a time; low for a GPU
 _UNTRAINED = "margin:delta=1"  # where no head could be trained
-_WALKED = 4  # assumed number of thresholds tested, for the time estimate
+_NUM_TESTED = 4  # assumed number of thresholds tested, for the time estimate
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,13 @@ class Quickstart(Command):
             given = "both" if self.task else "neither"
             raise SpecError(f"quickstart takes either --data FILE.jsonl or --task, got {given}")
         if self.engine.engine.startswith("openai"):
-            raise SpecError("engine must start its servers here (vllm, ray): running ones lack the head to be trained")
+            raise SpecError(
+                "engine must be local, vllm or ray: a running server cannot load the head that quickstart trains"
+            )
         if self.engine.batched:
             raise SpecError(f"engine must be local, vllm or ray, got {self.engine.engine!r}")
         if not self.engine.local and self.num_workers not in (None, 1):
-            raise SpecError("workers are of the local engine; servers take parallel= requests at once")
+            raise SpecError("--workers applies to --engine local only; set parallel= in --engine instead")
         _ = self._promise  # refuses bounds out of range
         require_draft_tokens(self.num_draft_tokens)
         for name in ("mine_limit", "certify_limit", "max_new_tokens"):
@@ -121,7 +123,7 @@ class Quickstart(Command):
             import_extra(module, extra)  # before hours of mining
         from reprieve.heads.certificates import Certificate
 
-        prompt, num_mined, num_certified, provable = self._look()
+        prompt, num_mined, num_certified, provable = self._check_and_plan()
         if self.dry_run:
             return 0
         self._require_same_start()
@@ -139,7 +141,7 @@ class Quickstart(Command):
         except EngineError:
             raise
         except ReprieveError as error:
-            failure = f"{error}. The report and a strict policy follow; run again to go on from this stage"
+            failure = f"{error}. The report and a strict policy follow; run again to resume from this stage"
             screen.warn(failure)
         arm = arm if certificate is None else certificate.rule
         self._write_policy(arm, certificate)
@@ -201,10 +203,12 @@ class Quickstart(Command):
 
     def _require_same_start(self) -> None:
         """Refuse a folder whose stages used other data or settings."""
-        files = [self.data, self.prompt_template, Path(self.grader.removeprefix("python:").rpartition(":")[0] or "-")]
+        files = [self.data, self.prompt_template]
+        if self.grader.startswith("python:"):
+            files.append(Path(self.grader.removeprefix("python:").rpartition(":")[0]))
         digests = {str(path): digest(path.read_bytes()) for path in files if path is not None and path.is_file()}
         given = dataclasses.asdict(self) | {"pair": self.pair.models}
-        started = {key: str(value) for key, value in given.items() if key not in _FREE} | digests
+        started = {key: str(value) for key, value in given.items() if key not in _MAY_CHANGE} | digests
         path = self.out / "started.json"
         if not path.exists():
             replace_file(path, json.dumps(started, indent=2) + "\n")
@@ -212,8 +216,8 @@ class Quickstart(Command):
         before = read_json(path, "the run's settings")
         if (key := first_difference(started, before)) is not None:
             what = f"{key} = {before.get(key)!r} instead of {started.get(key)!r}"
-            what = f"another content of {key}" if key in digests else what
-            raise ReprieveError(f"--out {str(self.out)!r} was begun with {what}; name another folder")
+            what = f"other contents of {key}" if key in digests else what
+            raise ReprieveError(f"--out {str(self.out)!r} was started with {what}; name another folder")
 
     @property
     def task_spec(self) -> str:
@@ -230,8 +234,8 @@ class Quickstart(Command):
         }
         return "jsonl:" + ",".join(f"{name}={quoted(value)}" for name, value in given.items() if value)
 
-    def _look(self) -> tuple[PromptSettings, int, int, bool]:
-        """Read data and pair, answer a few problems, and say what can be proved and what everything will cost.
+    def _check_and_plan(self) -> tuple[PromptSettings, int, int, bool]:
+        """Check the data and the pair with trial answers, and print what can be proved and the plan with its costs.
 
         Returns:
             the prompt settings, how many problems to mine and to certify on, and whether those can prove the promise.
@@ -244,7 +248,7 @@ class Quickstart(Command):
         plain = load_task(self.task_spec)
         if not plain.graded:
             raise SpecError(f"task {plain.name} has no right answers: nothing can be certified on it")
-        num_mined, num_certified = self._sizes(plain)
+        num_mined, num_certified = self._choose_sizes(plain)
         screen.quiet_transformers()
         with contextlib.closing(make_engine(self.engine, self.pair, announce=screen.warn)) as engine:
             has_template = bool(getattr(engine.tokenizer, "chat_template", None))
@@ -266,27 +270,29 @@ class Quickstart(Command):
             trial = try_answers(engine, task, self.task_spec, self._num_draft_tokens, seed=self.seed)
         del engine
         gc.collect()
-        trial.tell(task.max_new_tokens)
-        provable = self._tell_provable(trial, num_certified, task.max_new_tokens)
-        self._tell_plan(trial, num_mined, num_certified, provable=provable)
+        trial.print_summary(task.max_new_tokens)
+        provable = self._report_provable(trial, num_certified, task.max_new_tokens)
+        self._print_plan(trial, num_mined, num_certified, provable=provable)
         if doubt := trial.doubt:
             screen.warn(doubt)
-            if not (self.dry_run or self.allow_unread or screen.confirm("Go on all the same?")):
-                raise ReprieveError("stopped before any work: --allow-unread goes on all the same")
+            if not (self.dry_run or self.allow_unread or screen.confirm("Continue anyway?")):
+                raise ReprieveError("stopped before mining; --allow-unread continues anyway")
         return prompt, num_mined, num_certified, provable
 
-    def _sizes(self, task: Task) -> tuple[int, int]:
-        """Say how many problems there are; returns how many to mine and to certify on."""
+    def _choose_sizes(self, task: Task) -> tuple[int, int]:
+        """Print the number of problems, and choose how many to mine and to certify on; refuses too few."""
         sizes = {split: len(task.problems(split, _MOST)) for split in _SPLITS}
         words = (f"{size}{' or more' if size == _MOST else ''} {split}" for split, size in sizes.items())
         screen.say(f"data: {self.data or self.task}: {', '.join(words)}")
         num_mined = min(self.mine_limit, sizes["train"])
         num_certified = min(self.certify_limit, sizes["validation"], sizes["test"])
         if num_mined < 2 or num_certified < 2:
-            raise SpecError("quickstart needs two problems or more in each split: give it more data")
+            raise SpecError(
+                "each split must hold 2 problems or more: add data, or raise --mine-limit or --certify-limit"
+            )
         return num_mined, num_certified
 
-    def _tell_provable(self, trial: Trial, num_certified: int, budget: int) -> bool:
+    def _report_provable(self, trial: Trial, num_certified: int, budget: int) -> bool:
         """Print how many problems the promise needs; returns whether there are enough."""
         from reprieve.certify.fixed_sequence import num_needed
 
@@ -301,18 +307,18 @@ class Quickstart(Command):
             )
             return True
         screen.warn(
-            f"{num_certified} calibration problems cannot prove {promise}: {needed} or more are needed. No certificate "
-            "will be tried, and the policy will be strict; add data, raise --certify-limit, --max-drop or "
+            f"{num_certified} calibration problems cannot prove {promise}: {needed} or more are needed. Certification "
+            "is skipped, and the policy decodes losslessly by default; add data, raise --certify-limit, --max-drop or "
             "--max-growth, or lower --max-new-tokens to what answers need"
         )
         return False
 
-    def _tell_plan(self, trial: Trial, num_mined: int, num_certified: int, *, provable: bool) -> None:
+    def _print_plan(self, trial: Trial, num_mined: int, num_certified: int, *, provable: bool) -> None:
         """Print the plan, with an estimated time for each stage."""
-        shared = self._workers() * (1 if self.engine.local else _SHARED)
+        shared = self._workers() * (1 if self.engine.local else _SERVER_GAIN)
         # A rollout from half of the answer for every second round; rollouts and a server's answers share forwards.
         mining = num_mined * trial.seconds * (1 + trial.num_rounds / 2) / 3 / shared
-        certifying = num_certified * trial.seconds * (1 + _WALKED + 2) / shared
+        certifying = num_certified * trial.seconds * (1 + _NUM_TESTED + 2) / shared
         num_compared = min(_COMPARED, num_certified)
         # Lossless, the rule and the draft alone, and the target alone, which needs a forward for each token.
         comparing = num_compared * trial.seconds * (3 + trial.num_tokens / trial.num_rounds)

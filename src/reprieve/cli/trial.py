@@ -31,7 +31,7 @@ class Trial:
     num_cut_off: int
     example: str  # the end of the first response, the answer read there, and the right one
 
-    def tell(self, budget: int) -> None:
+    def print_summary(self, budget: int) -> None:
         """Say how fast the answers came, how long they are, and how many were read and right."""
         screen.say(
             f"speed: {self.num_tokens / self.seconds:.0f} tokens per second with lossless speculation at K = "

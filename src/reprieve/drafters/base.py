@@ -42,7 +42,7 @@ class Drafter(Protocol):
     provides: frozenset[Need] = frozenset()
 
     def share_prefix(self, token_ids: Sequence[int]) -> None:
-        """Name tokens with which most prompts begin, which it may read once for all of them."""
+        """Set a prefix that most prompts share; the drafter may read it once for all of them."""
         return
 
     def start(self, prompt_ids: Sequence[int], sampler: Sampler, prefill: Prefill) -> None:

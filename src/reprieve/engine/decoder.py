@@ -96,7 +96,7 @@ class _Answer(Answer):
         self.sampler = Sampler(params, target.device)
         self.rule = decoder.rule if dial is None else decoder.rule.with_dial(dial)
         self.budget = RiskBudget.of(self.rule)
-        self.length = decoder.length.start(self.rule.dial_value, params.temperature)
+        self.draft_length = decoder.draft_length.start(self.rule.dial_value, params.temperature)
         self.watch = _Stopwatch(target.device, running=timed)
         self.trace: list[RoundTrace] | None = [] if trace else None
         self.unread = prompt_ids  # prompt or committed tokens that the target has not read
@@ -147,7 +147,7 @@ class SpeculativeDecoder:
         self.tokenizer = tokenizer
         self.rule = attach_heads(rule or LosslessRule()).bind(tokenizer).to(target.device)
         given = num_draft_tokens
-        self.length = given if isinstance(given, DraftLength) else FixedLength(given)
+        self.draft_length = given if isinstance(given, DraftLength) else FixedLength(given)
         self.advisor = advisor
         self._num_token_ids = num_token_ids or int(target.model.config.get_text_config().vocab_size)
         self._require_inputs()
@@ -155,7 +155,7 @@ class SpeculativeDecoder:
 
     def __repr__(self) -> str:
         name = self.target.model.config.name_or_path
-        k = f"{'' if isinstance(self.length, FixedLength) else 'up to '}{self.length.most}"
+        k = f"{'' if isinstance(self.draft_length, FixedLength) else 'up to '}{self.draft_length.most}"
         return f"SpeculativeDecoder({self.rule.spec!r}, target={name!r}, drafter={self.drafter.name!r}, K = {k})"
 
     def _require_inputs(self) -> None:
@@ -175,7 +175,7 @@ class SpeculativeDecoder:
                 raise SpecError(f"rule {name} needs {words}, which the {self.drafter.name} drafter does not have")
 
     def share_prefix(self, token_ids: Sequence[int]) -> None:
-        """Name tokens with which most prompts begin, such as few-shot examples; they are read once for all answers.
+        """Set a prefix that most prompts share, such as few-shot examples; it is read once for all answers.
 
         Drafters that need the target's hidden states of the prompt still read it whole.
         """
@@ -248,14 +248,14 @@ class SpeculativeDecoder:
                 prefill, answer.unread = Prefill(), self.target.restart(prompt_ids)
             self.drafter.start(prompt_ids, answer.sampler, prefill)
             if self.advisor is not None:
-                self.advisor.start(prompt_ids, max_length=num_positions, num_draft_tokens=self.length.most)
+                self.advisor.start(prompt_ids, max_length=num_positions, num_draft_tokens=self.draft_length.most)
 
     def _round(self, answer: _Answer) -> None:
         """Draft, verify, accept, commit."""
         watch, rule = answer.watch, answer.rule
         with watch.part("draft"):
-            # The target's own token ends every round, so the last one of the budget needs no draft.
-            block = self.drafter.propose(min(answer.length.begin(), answer.num_left - 1), answer.length)
+            # Every round ends with a token of the target, so at most one fewer than the remaining budget is drafted.
+            block = self.drafter.propose(min(answer.draft_length.begin(), answer.num_left - 1), answer.draft_length)
         if len(answer.unread) > 1 and not block.is_chain:  # with a tree, only one token can be unread
             with watch.part("prefill"):
                 self.target.forward(answer.unread[:-1], num_rows=1)
@@ -329,7 +329,7 @@ class SpeculativeDecoder:
             parents=block.parents,
             context=answer.context(block.token_ids.device) if Need.CONTEXT in needs else None,
             answer_positions=answer.positions(block) if Need.ANSWER_POSITIONS in needs else None,
-            num_draft_tokens=self.length.most if isinstance(self.length, FixedLength) else None,
+            num_draft_tokens=self.draft_length.most if isinstance(self.draft_length, FixedLength) else None,
         )
         return check, evidence
 
@@ -339,14 +339,15 @@ class SpeculativeDecoder:
         self.target.record_ids(base - len(answer.unread) + 1, [*answer.unread, *outcome.token_ids])
         answer.unread = [outcome.next_token_id]
         self.drafter.commit(block, outcome, verification)
-        answer.length.update(block.num_tokens, len(outcome.path))
+        answer.draft_length.update(block.num_tokens, len(outcome.path))
         committed = [
             Token(token_id, provenance, None if outcome.risks is None else outcome.risks[index])
             for index, (token_id, provenance) in enumerate(zip(outcome.token_ids, outcome.provenance, strict=True))
         ]
         committed.append(Token(outcome.next_token_id, Provenance.TARGET))
         if answer.params.num_logprobs is not None:
-            rows = verification.logits[[0, *(node + 1 for node in outcome.path)]]  # judged each committed token
+            # The logits that verified each committed token.
+            rows = verification.logits[[0, *(node + 1 for node in outcome.path)]]
             committed = with_logprobs(committed, rows, answer.params.num_logprobs)
         if self.advisor is not None:
             self.advisor.commit(outcome.committed_ids)

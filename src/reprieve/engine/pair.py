@@ -107,18 +107,20 @@ class Pair(ModelPair):
             PairError: a head of another pair.
             ReprieveError: a head that cannot be loaded.
         """
-        head = num_draft_tokens
-        if isinstance(head, LengthHead):
-            head.require_pair(self.identity, "num_draft_tokens")
-            head.require_rule(rule, "num_draft_tokens")
+        if isinstance(num_draft_tokens, LengthHead):
+            num_draft_tokens.require_pair(self.identity, "num_draft_tokens")
+            num_draft_tokens.require_rule(rule, "num_draft_tokens")
         else:
-            require_draft_tokens(head)
-            unnamed = head == AUTO and (drafter.name != "draft" or bundle_of(self.target_name) is None)
-            if not isinstance(head, str) or unnamed:
+            require_draft_tokens(num_draft_tokens)
+            if not isinstance(num_draft_tokens, str):
+                return None
+            if num_draft_tokens == AUTO and (drafter.name != "draft" or bundle_of(self.target_name) is None):
                 return None
         if drafter.name != "draft":
             raise SpecError(f"a length head reads a draft model's states; the drafter is {drafter.name}")
-        return head if isinstance(head, LengthHead) else load_length_head(head, rule, self.identity)
+        if isinstance(num_draft_tokens, LengthHead):
+            return num_draft_tokens
+        return load_length_head(num_draft_tokens, rule, self.identity)
 
 
 def load_pair(

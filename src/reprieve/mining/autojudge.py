@@ -12,7 +12,7 @@ from reprieve.mining.store import MINED, NO_ANSWER, Mismatch, ProblemLabels
 from reprieve.mining.target import ResponseFormat, ResponseSampler, Target, TokenizationError
 from reprieve.models.sampling import GumbelNoise
 from reprieve.tasks import TaskProblem
-from reprieve.tasks.base import grade
+from reprieve.tasks.base import run_comparison
 from reprieve.tasks.chat import FIRST_BETTER, SECOND_BETTER, Chat, ask_verdict
 
 _NUM_VOTES = 3
@@ -116,7 +116,7 @@ class _Search:
         answer, reason, votes = responses.answer(response), "", ""
         important: bool | None
         if self.miner.judge is None:
-            important = not await grade(responses.task, responses.task.same, self.problem, answer, reference)
+            important = not await run_comparison(responses.task, responses.task.same, self.problem, answer, reference)
         else:
             # The running response, with the swaps accepted so far, is the one to compare with.
             texts = responses.text(running), responses.text(response)

@@ -49,7 +49,7 @@ from reprieve.tasks.answers import ANSWERS_VERSION
 from reprieve.tasks.chat import make_chat, openai_client
 from reprieve.tasks.prompting import problems_of, with_prompts
 
-_MOST_WALKS = 32  # rows of one batch: a step reads all, and most problems wait for rollouts
+_MAX_ROWS = 32  # rows of one batch: each step reads all of them, and most problems wait for rollouts
 
 
 class Miner(Protocol):
@@ -80,11 +80,11 @@ def build(settings: MiningSettings, *, announce: Callable[[str], None] = lambda 
     """
     plain = load_task(settings.task)
     if not plain.graded and settings.judge is None:
-        raise SpecError(f"task {plain.name} has no answers to compare; mine autojudge or arbitration with --judge")
+        raise SpecError(f"task {plain.name} has no reference answers: mine autojudge or arbitration with --judge")
     with ExitStack() as started:
         served = None
         if not settings.engine.local:
-            served = TargetServers.of(settings, announce)
+            served = TargetServers.start(settings, announce)
             started.callback(served.running.close)
         pair = _load(settings, served)
         task = with_prompts(plain, pair.tokenizer, settings.prompt)
@@ -95,14 +95,14 @@ def build(settings: MiningSettings, *, announce: Callable[[str], None] = lambda 
             eos_ids=eos_token_ids(pair.target, pair.tokenizer),
             max_new_tokens=task.max_new_tokens,
         )
-        miner = _miner(settings, pair, responses, served)
+        miner = _make_miner(settings, pair, responses, served)
         manifest = _manifest(settings, pair, responses, served)
         return MiningJob(miner, problems, manifest, close=started.pop_all().close)
 
 
 @dataclass(frozen=True)
 class TargetServers:
-    """Target on servers."""
+    """Servers that run the target, with its identity and tokenizer."""
 
     running: Running
     deployer: Deployer
@@ -110,7 +110,7 @@ class TargetServers:
     tokenizer: Any
 
     @classmethod
-    def of(cls, settings: MiningSettings, announce: Callable[[str], None]) -> TargetServers:
+    def start(cls, settings: MiningSettings, announce: Callable[[str], None]) -> TargetServers:
         """Start servers with the target alone, or connect to running ones."""
         identity, tokenizer, dtype = stored_identity(settings.pair)
         deployer = make_deployer(settings.engine.servers, settings.pair, dtype)
@@ -144,7 +144,7 @@ def _load(settings: MiningSettings, served: TargetServers | None) -> Pair:
         return pair
     draft_name = names.draft_source
     if draft_name is None:
-        raise SpecError("mining needs a draft by name (--draft)")
+        raise SpecError("mining needs a draft model: give --draft")
     alone = load_configured(dataclasses.replace(names, target=draft_name, draft=None, device_map=None))
     draft = alone.target if alone.draft is None else alone.draft  # the bundled pair has its own draft
     tokenizer = alone.tokenizer
@@ -157,8 +157,8 @@ def _api_url(settings: MiningSettings) -> str | None:
     return settings.api_url if isinstance(settings, AutoJudgeMining) else None
 
 
-def _miner(settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: TargetServers | None) -> Miner:
-    target = _target(settings, pair, responses, served)
+def _make_miner(settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: TargetServers | None) -> Miner:
+    target = _make_target(settings, pair, responses, served)
     if isinstance(target, ServedTarget) and isinstance(pair, ServedPair):
         pair = dataclasses.replace(pair, read=target.read, num_candidates=settings.num_candidates)
     judge = make_chat(settings.judge) if settings.judge else None
@@ -172,7 +172,9 @@ def _miner(settings: MiningSettings, pair: Pair, responses: ResponseFormat, serv
     assert isinstance(settings, TraceMining)
     if together and settings.sampling.greedy:
         stop = responses.task.stop
-        trace: Tracer = BatchedTracer(_walks(settings, pair, num_draft_tokens=settings.num_draft_tokens, stop=stop))
+        trace: Tracer = BatchedTracer(
+            _batched_decoder(settings, pair, num_draft_tokens=settings.num_draft_tokens, stop=stop)
+        )
     else:
         rule = "lossless:verification=exact"
         make_decoder = functools.partial(pair.decoder, rule, num_draft_tokens=settings.num_draft_tokens)
@@ -192,8 +194,8 @@ def _make_source(settings: PivotMining, pair: Pair, target: Target, *, together:
         together: verify the drafted tokens of all problems in one batch.
     """
     if together:
-        walks = _walks(settings, pair, num_draft_tokens=PIVOT_BLOCK)
-        stepper: Stepper[Request, Step] = Stepper(walks, turns=TURNS)
+        decoder = _batched_decoder(settings, pair, num_draft_tokens=PIVOT_BLOCK)
+        stepper: Stepper[Request, Step] = Stepper(decoder, turns=TURNS)
         return lambda seed: BatchedSource(stepper, seed)
 
     def make_source(seed: int) -> Source:
@@ -203,16 +205,18 @@ def _make_source(settings: PivotMining, pair: Pair, target: Target, *, together:
     return make_source
 
 
-def _walks(
+def _batched_decoder(
     settings: MiningSettings, pair: Pair, *, num_draft_tokens: int, stop: Sequence[str] = ()
 ) -> BatchedSpeculativeDecoder:
-    """Return a decoder for the walks of the problems in flight."""
+    """Return a decoder that generates the responses of all problems in flight in one batch."""
     params = dataclasses.replace(settings.params, stop=tuple(stop))
-    num_rows = min(settings.in_flight, _MOST_WALKS)
+    num_rows = min(settings.in_flight, _MAX_ROWS)
     return BatchedSpeculativeDecoder(pair, num_rows=num_rows, num_draft_tokens=num_draft_tokens, params=params)
 
 
-def _target(settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: TargetServers | None) -> Target:
+def _make_target(
+    settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: TargetServers | None
+) -> Target:
     if served is not None:
         return ServedTarget(
             lambda: Client(served.running, served.deployer.settings),
@@ -259,7 +263,7 @@ def _eagle_head(settings: AutoJudgeMining, pair: Pair) -> EagleHead:
 def _manifest(
     settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: TargetServers | None
 ) -> dict[str, Any]:
-    """Return the settings that all labels of one store share; settings of speed are left out."""
+    """Return the settings that all labels of one store share; settings that only affect speed are left out."""
     identity = dataclasses.asdict(pair.identity if served is None else served.identity)
     if served is not None:
         facts = served.running.facts

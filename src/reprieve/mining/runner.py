@@ -79,7 +79,7 @@ def mine_problems(
     except KeyboardInterrupt:
         report.interrupted = True
     except EngineError as error:
-        raise EngineError(f"{error}; {len(store.done())} labelled problems are kept, run again to go on") from None
+        raise EngineError(f"{error}; {len(store.done())} labelled problems are kept, run again to resume") from None
     return report
 
 
@@ -139,7 +139,7 @@ def mine_in_processes(
                     total.errors.update(message.errors)
                 progress(total.num_mined + total.num_skipped + len(total.errors), len(problems))
     except EOFError:
-        raise ReprieveError("a worker process died; labels mined so far are kept, run again to go on") from None
+        raise ReprieveError("a worker process died; labels mined so far are kept, run again to resume") from None
     except KeyboardInterrupt:
         total.interrupted = True
     finally:

@@ -12,7 +12,7 @@ from reprieve.engine.continuations import ContinuationDecoder, Session, TextRequ
 from reprieve.errors import ReprieveError, SpecError, require_choice
 from reprieve.models.sampling import Draw
 from reprieve.tasks import Task, TaskProblem
-from reprieve.tasks.base import grade
+from reprieve.tasks.base import run_comparison
 from reprieve.tasks.prompting import prompt_ids_of
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class ResponseFormat:
 
     async def correct(self, response_ids: list[int], reference: str) -> bool:
         """Return True if a response gives the right answer."""
-        return await grade(self.task, self.task.equivalent, self.answer(response_ids), reference)
+        return await run_comparison(self.task, self.task.equivalent, self.answer(response_ids), reference)
 
     def num_left(self, response_ids: list[int]) -> int:
         """Return the remaining token budget of a response; 0 once it has ended."""

@@ -90,7 +90,7 @@ class CachedModel:
         return Prefill(logits[-1].float(), hidden)
 
     def share_prefix(self, token_ids: Sequence[int]) -> None:
-        """Name tokens with which most texts begin: `restart` reads them once."""
+        """Set a prefix that most texts share: `restart` reads it once."""
         self.truncate(0)
         self._shared_ids = list(token_ids)
 

@@ -28,7 +28,7 @@ FIELDS = (*CHOICES, REQUIRE)
 LEVELS = ("strict", "certified", "fast")
 STRICT = LosslessRule()
 _LONGEST_NAME = 100
-_LONGEST = 500  # characters of a message: it goes into logs, with what a client sent
+_LONGEST_MESSAGE = 500  # characters; messages are logged and quote the client's input
 STRICT_STRUCTURED = "strict_structured_outputs"
 _KEYS = ("rule", "certified", "fast", "default", "max_threshold", "certificate", "by_load", STRICT_STRUCTURED)
 
@@ -37,7 +37,7 @@ class RequestError(SpecError):
     """Invalid or refused request; `parameter` names the field, if it is one field's fault."""
 
     def __init__(self, parameter: str | None, message: str) -> None:
-        super().__init__(message if len(message) <= _LONGEST else f"{message[:_LONGEST]}...")
+        super().__init__(message if len(message) <= _LONGEST_MESSAGE else f"{message[:_LONGEST_MESSAGE]}...")
         self.parameter = parameter
 
 
@@ -75,7 +75,7 @@ class Policy:
         for level, value in self.levels.items():
             if level not in LEVELS[1:]:
                 raise SpecError(f"levels must be among certified, fast, got {level!r}")
-            self._within_cap(self.rule.with_dial(value), level)
+            self._require_within_cap(self.rule.with_dial(value), level)
         at = {level: self.rule.with_dial(value).leniency for level, value in self.levels.items()}
         if len(at) == 2 and at["fast"] < at["certified"]:
             raise SpecError(
@@ -84,17 +84,17 @@ class Policy:
         if self.default is not None and self.default != "strict" and self.default not in self.levels:
             known = ", ".join(("strict", *self.levels))
             raise SpecError(f"default must be one of {known}, got {self.default!r}")
-        self._within_cap(self.rule, "rule")
+        self._require_within_cap(self.rule, "rule")
         self._require_loads()
 
     def _require_loads(self) -> None:
         counts = [count for count, _ in self.by_load]
         if counts != sorted(set(counts)) or any(count < 1 for count in counts):
-            raise SpecError(f"by_load must name rising numbers of requests, 1 or more, got {counts}")
+            raise SpecError(f"by_load must have distinct request counts of 1 or more, in rising order, got {counts}")
         certified = self.certificate and self.rule.with_dial(self.certificate.threshold)
         for count, value in self.by_load:
             rule = self.rule.with_dial(value)
-            self._within_cap(rule, f"by_load at {count} requests")
+            self._require_within_cap(rule, f"by_load at {count} requests")
             if certified and rule.leniency > certified.leniency:
                 raise SpecError(
                     f"by_load at {count} requests must be no more lenient than the certificate allows "
@@ -221,15 +221,15 @@ class Policy:
                 raise RequestError(SWITCH, f"{SWITCH} must be one of on, off, got {switch!r}")
             if switch == "off":
                 if given:
-                    raise RequestError(SWITCH, f"{SWITCH}=off cannot go with {', '.join(given)}")
+                    raise RequestError(SWITCH, f"{SWITCH}=off cannot be combined with {', '.join(given)}")
                 return STRICT
         if len(given) > 1:
             raise RequestError(THRESHOLD, f"give {THRESHOLD} or {LEVEL}, not both")
         if LEVEL in given:
-            return self._asked_level(given[LEVEL])
-        return self._asked_threshold(given[THRESHOLD]) if given else self.standard
+            return self._requested_level(given[LEVEL])
+        return self._requested_threshold(given[THRESHOLD]) if given else self.standard
 
-    def _asked_level(self, level: Any) -> Rule:
+    def _requested_level(self, level: Any) -> Rule:
         known = ("strict", *(name for name in LEVELS[1:] if name in self.levels))
         if level not in known:
             raise RequestError(LEVEL, f"{LEVEL} must be one of {', '.join(known)} on this server, got {level!r}")
@@ -238,13 +238,13 @@ class Policy:
     def _at_level(self, level: str) -> Rule:
         return STRICT if level == "strict" else self.rule.with_dial(self.levels[level])
 
-    def _asked_threshold(self, value: Any) -> Rule:
+    def _requested_threshold(self, value: Any) -> Rule:
         if self.rule.dial is None:
             reason = f"{THRESHOLD}: this server's rule is {self.rule.name}, which has no threshold"
             raise RequestError(THRESHOLD, reason)
         try:
             rule = self.rule.with_dial(_number(THRESHOLD, value))
-            self._within_cap(rule, THRESHOLD)
+            self._require_within_cap(rule, THRESHOLD)
         except SpecError as error:
             reason = str(error).removeprefix(f"{THRESHOLD} ")
             raise RequestError(
@@ -252,7 +252,7 @@ class Policy:
             ) from None
         return rule
 
-    def _within_cap(self, rule: Rule, what: str) -> None:
+    def _require_within_cap(self, rule: Rule, what: str) -> None:
         if self.max_threshold is not None and rule.leniency > self.rule.with_dial(self.max_threshold).leniency:
             limit = f"{rule.dial.name}={self.max_threshold:g}" if rule.dial is not None else "lossless"
             raise SpecError(f"{what} must be no more lenient than {limit}, got {rule.dial_value!r}")
@@ -312,7 +312,7 @@ def _number(name: str, value: Any) -> float:
         if not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value):
             return float(value)
     except OverflowError:
-        raise SpecError(f"{name} must be a number that fits, got one of {value.bit_length()} bits") from None
+        raise SpecError(f"{name} must fit in a float, got an integer of {value.bit_length()} bits") from None
     raise SpecError(f"{name} must be a number, got {value!r}")
 
 
@@ -331,12 +331,12 @@ def _differences(certificate: Certificate, conditions: Mapping[str, Any]) -> lis
     return [
         f"{name} {value} (certified: {getattr(certified, name)})"
         for name, value in conditions.items()
-        if value is not None and _known(name, value) != _known(name, getattr(certified, name))
+        if value is not None and _comparable(name, value) != _comparable(name, getattr(certified, name))
     ]
 
 
-def _known(name: str, value: Any) -> Any:
-    """Reduce a condition to what a server knows: of a drafter, vLLM reports only the kind."""
+def _comparable(name: str, value: Any) -> Any:
+    """Reduce a condition to the part that a server can check: of a drafter, vLLM reports only the kind."""
     return str(value).partition(":")[0] if name == "drafter" else value
 
 

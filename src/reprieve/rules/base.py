@@ -234,11 +234,11 @@ def bounded_risk(rule: Rule, evidence: Evidence) -> Tensor:
 
 def accepts(rule: Rule, evidence: Evidence) -> Tensor:
     """Return the mask of drafted tokens that the rule accepts, [...], bool, before any limit per block or answer."""
-    passed = passes(bounded_risk(rule, evidence), rule.threshold)
+    passed = within_threshold(bounded_risk(rule, evidence), rule.threshold)
     return passed if rule.traits.replaces else passed | evidence.lossless_accepts
 
 
-def passes(risk: Tensor, threshold: float | Tensor) -> Tensor:
+def within_threshold(risk: Tensor, threshold: float | Tensor) -> Tensor:
     """Return the mask of risks within the threshold, [...], bool.
 
     NaN and infinite risks never pass, and a threshold of -inf accepts nothing. A tensor of thresholds must broadcast

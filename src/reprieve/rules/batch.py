@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from reprieve.rules import LosslessRule, RiskBudget, Rule
-from reprieve.rules.base import RescueLimits, bounded_risk, passes
+from reprieve.rules.base import RescueLimits, bounded_risk, within_threshold
 from reprieve.rules.lossless import GreedyCheck, LosslessCheck, SampledCheck
 from reprieve.transfers import device_tensor
 from reprieve.types import ROOT, Evidence, RuleInputs
@@ -108,7 +108,7 @@ class Decisions:
 
     @classmethod
     def none(cls, batch: Batch) -> Decisions:
-        """The engine's own check, everywhere."""
+        """Return decisions that leave every token to the engine's own check."""
         return cls(*(torch.zeros_like(batch.token_ids, dtype=torch.bool) for _ in range(4)))
 
 
@@ -116,26 +116,28 @@ class Decisions:
 class TokenSettings:
     """Settings of one rule for each drafted token, from the token's request."""
 
-    limits: Tensor  # [N], float64: each request's own threshold
-    relaxed: Tensor  # [N], bool: whether the request asked for this rule
-    greedy: Tensor  # [N], bool: how the request samples
-    kinds: tuple[bool, ...]  # distinct values of `greedy` among the rule's requests, on the host
+    thresholds: Tensor  # [N], float64: the threshold of each token's request
+    selected: Tensor  # [N], bool: whether the request uses this rule
+    greedy: Tensor  # [N], bool: whether the request decodes greedily
+    greedy_modes: tuple[bool, ...]  # distinct values of `greedy` among the rule's requests, on the host
 
     @classmethod
     def of(cls, name: str, requests: Sequence[BatchRequest], device: torch.device) -> TokenSettings:
-        """From the batch's requests."""
+        """Return the settings of rule `name` for every drafted token of the batch."""
         mine = [request.name == name and not request.strict for request in requests]
-        limits = [request.rule.threshold if own else -math.inf for request, own in zip(requests, mine, strict=True)]
+        thresholds = [request.rule.threshold if own else -math.inf for request, own in zip(requests, mine, strict=True)]
 
         def flat(values: Sequence[Any], dtype: torch.dtype) -> Tensor:
             each = [value for value, request in zip(values, requests, strict=True) for _ in range(request.num_drafted)]
             return device_tensor(each, dtype, device)
 
         return cls(
-            limits=flat(limits, torch.float64),
-            relaxed=flat(mine, torch.bool),
+            thresholds=flat(thresholds, torch.float64),
+            selected=flat(mine, torch.bool),
             greedy=flat([request.greedy for request in requests], torch.bool),
-            kinds=tuple({one.greedy for one, own in zip(requests, mine, strict=True) if own and one.num_drafted}),
+            greedy_modes=tuple(
+                {one.greedy for one, own in zip(requests, mine, strict=True) if own and one.num_drafted}
+            ),
         )
 
 
@@ -152,14 +154,17 @@ def decide(requests: Sequence[BatchRequest], batch: Batch) -> Decisions:
 def apply_rule(
     rule: Rule, settings: TokenSettings, budgets: Sequence[RiskBudget], batch: Batch, decisions: Decisions
 ) -> None:
-    """Decide for all requests that asked for a rule; its risk is the same at every setting of its dial."""
+    """Add the decisions for the requests that use a rule to `decisions`, in place.
+
+    Risks do not depend on the dial, so they are computed once for all requests.
+    """
     real = batch.real
-    for greedy in settings.kinds:
+    for greedy in settings.greedy_modes:
         evidence = batch.evidence(greedy=greedy)
-        selected = settings.relaxed & (settings.greedy == greedy)
+        selected = settings.selected & (settings.greedy == greedy)
         lossless = evidence.lossless_accepts
         decisions.lossless |= selected & lossless
-        probs = rule.relaxed_target_probs(evidence, threshold=settings.limits)
+        probs = rule.relaxed_target_probs(evidence, threshold=settings.thresholds)
         if probs is not None:
             relaxed = selected & real
             before = batch.scores if decisions.scores is None else decisions.scores
@@ -167,7 +172,7 @@ def apply_rule(
             decisions.relaxed |= relaxed
             continue
         risk = bounded_risk(rule, evidence)
-        passed = passes(risk, settings.limits)
+        passed = within_threshold(risk, settings.thresholds)
         if rule.traits.replaces:
             decisions.accept |= selected & passed & real
             decisions.refuse |= selected & ~passed

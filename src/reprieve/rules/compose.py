@@ -21,7 +21,7 @@ from torch import Tensor
 
 from reprieve.errors import SpecError, require_choice, require_whole
 from reprieve.needs import Need
-from reprieve.rules.base import RULES, Dial, RescueLimits, Rule, Traits, accepts, passes
+from reprieve.rules.base import RULES, Dial, RescueLimits, Rule, Traits, accepts, within_threshold
 from reprieve.rules.lossless import LosslessRule
 from reprieve.rules.spans import MODEL_SPANS, model_markers, span_is_open
 from reprieve.specs import construct, format_value, parse_spec, split
@@ -142,7 +142,7 @@ class AllOf(_Composite):
         """Return the first rule's risk, [...]; infinite where another rule refuses."""
         risk = self.rules[0].risk(evidence)
         for rule in self.rules[1:]:
-            risk = torch.where(passes(rule.risk(evidence), rule.threshold), risk, math.inf)
+            risk = torch.where(within_threshold(rule.risk(evidence), rule.threshold), risk, math.inf)
         return risk
 
 
@@ -157,7 +157,7 @@ class AnyOf(_Composite):
         """Return the first rule's risk, [...]; minus infinity where another rule accepts."""
         risk = self.rules[0].risk(evidence)
         for rule in self.rules[1:]:
-            risk = torch.where(passes(rule.risk(evidence), rule.threshold), -math.inf, risk)
+            risk = torch.where(within_threshold(rule.risk(evidence), rule.threshold), -math.inf, risk)
         return risk
 
     def passes_without_advice(self, evidence: Evidence) -> Tensor:

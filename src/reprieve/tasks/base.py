@@ -89,8 +89,8 @@ class Task(Protocol):
         return self.equivalent(answer, other)
 
 
-async def grade(task: Task, compare: Callable[..., bool], *given: Any) -> bool:
-    """Return the result of `compare`; it runs in a thread if the task runs programs, so that other answers go on."""
+async def run_comparison(task: Task, compare: Callable[..., bool], *given: Any) -> bool:
+    """Return the result of `compare`, run in a thread if the task runs programs, so that other answers can proceed."""
     if task.runs_programs:
         return await asyncio.to_thread(compare, *given)
     return compare(*given)

@@ -1,4 +1,4 @@
-"""Train linear heads: standardise, logistic regression, C chosen on left-out problems.
+"""Train linear heads: standardise, logistic regression, C chosen on held-out problems.
 
 AutoJudge's head (section 3.2, appendix B) is one regression, the state arbiter two: one for each side of a mismatch.
 """
@@ -84,8 +84,8 @@ def train_judge(
     for number, c in enumerate(settings.grid, start=1):
         fits.append(fit_linear(features[~held], labels[~held], c))
         scores.append(fits[-1].scores(features))
-        held_out, left = (auc(labels[side], scores[-1][side]) for side in (held, ~held))
-        grid.append({"C": c, "auc_held_out": held_out, "auc_train": left})
+        auc_held_out, auc_train = (auc(labels[side], scores[-1][side]) for side in (held, ~held))
+        grid.append({"C": c, "auc_held_out": auc_held_out, "auc_train": auc_train})
         progress(number, len(settings.grid))
     best = int(np.argmax([row["auc_held_out"] for row in grid]))
     threshold, summary = summarise_held_out(
@@ -110,7 +110,7 @@ def train_state_arbiter(
     settings: StateArbiterTraining | None = None,
     progress: Progress = no_progress,
 ) -> StateArbiter:
-    """Train both heads, each with the C of lowest log loss on left-out problems; recommend threshold 0.5.
+    """Train both heads, each with the C of lowest log loss on held-out problems; recommend threshold 0.5.
 
     The two probabilities are compared with each other, so they must be calibrated, not only well ranked. The draft's
     side is better so rarely that a single held-out set has too few cases, so C is chosen by cross-validation.
@@ -128,7 +128,7 @@ def train_state_arbiter(
         folds = folds_by_problem(tokens.problem_ids, labels, num_folds=num_folds, seed=settings.seed)
         scores, grid = [], []  # one per C
         for number, c in enumerate(settings.grid, start=1):
-            scores.append(_left_out_scores(features, labels, folds, c))
+            scores.append(_held_out_scores(features, labels, folds, c))
             grid.append({"C": c, "log_loss": float(log_loss(labels, scores[-1])), "auc": auc(labels, scores[-1])})
             progress(number, len(settings.grid))
         best = int(np.argmin([row["log_loss"] for row in grid]))
@@ -157,7 +157,7 @@ def train_state_arbiter(
     )
 
 
-def _left_out_scores(
+def _held_out_scores(
     features: np.ndarray,  # [n, F]
     labels: np.ndarray,  # [n], bool
     folds: np.ndarray,  # [n]

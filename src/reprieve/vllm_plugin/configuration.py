@@ -50,7 +50,7 @@ def load_menu(source: Any, target: str, **conditions: Any) -> Menu:
 
     Args:
         target: name or folder of the model that is served.
-        conditions: conditions that hold on this server (`Policy.under`).
+        conditions: conditions that hold on this server (`Policy.for_conditions`).
 
     Raises:
         ReprieveError: see `Menu.load`.

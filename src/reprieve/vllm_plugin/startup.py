@@ -27,8 +27,8 @@ from reprieve.vllm_plugin.selftest import require_last_states, require_works
 
 logger = logging.getLogger("vllm.reprieve")
 
-_FRESH_S = 5.0  # of a status: a question to the workers makes the engine finish the steps in progress
-_PATIENCE_S = 10.0  # of a health check; a slow step is not a failure
+_FRESH_S = 5.0  # age up to which a status is reused: a new request makes the engine finish the steps in progress
+_PATIENCE_S = 10.0  # wait of one health check; a slow step is not a failure
 _STUCK_S = 600.0  # without an answer; vLLM itself gives up on a step after 300 s
 
 
@@ -177,7 +177,7 @@ def _validate(processor: Any, params: Any, *rest: Any) -> None:
 
 
 def _install_in_workers(engine: Any, vllm_config: Any) -> None:
-    """In the engine process, once the workers have loaded the model: refuse to serve if a worker lacks the plugin."""
+    """Install the plugin in all workers; refuse to serve if one lacks it. Runs in the engine process, after loading."""
     menu = _menu(vllm_config)
     if menu is None:
         return
@@ -189,7 +189,7 @@ def _install_in_workers(engine: Any, vllm_config: Any) -> None:
     except ReprieveError:
         raise
     except Exception as error:
-        raise ReprieveError(f"Reprieve's plugin is configured and did not load in a worker: {error}") from None
+        raise ReprieveError(f"Reprieve's plugin is configured but did not load in a worker: {error}") from None
     require_healthy(statuses)
     described = "; ".join(policy.describe() for policy in menu.policies.values())
     if menu.strict_only:
@@ -203,18 +203,18 @@ def _install_in_workers(engine: Any, vllm_config: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _StatusQuestion:
-    """A question to all workers for their status, which several health checks share."""
+class _StatusRequest:
+    """Pending status request to all workers, shared by concurrent health checks."""
 
-    answer: asyncio.Future[Any]
-    asked: float = field(default_factory=time.monotonic)
+    reply: asyncio.Future[Any]
+    sent: float = field(default_factory=time.monotonic)
 
 
 async def _require_healthy(engine: Any) -> None:
-    """Refuse health to an engine whose workers do not apply the rules.
+    """Fail the health check of an engine whose workers do not apply the rules.
 
-    The workers are asked without a timeout: one that expires in vLLM's executor leaves the reply in its queue, and the
-    next step would take it for its own. A failure is final: no rule recovers without a restart.
+    The request has no timeout: after one, vLLM's executor would leave the reply in its queue, and the next step would
+    read it as its own. A failure is permanent until the server restarts.
     """
     if _menu(engine.vllm_config) is None:
         return
@@ -222,18 +222,18 @@ async def _require_healthy(engine: Any) -> None:
 
     if (failure := getattr(engine, "reprieve_failure", None)) is not None:
         raise EngineDeadError from failure
-    question = getattr(engine, "reprieve_question", None)
-    if question is None or (question.answer.done() and time.monotonic() - question.asked > _FRESH_S):
-        question = _StatusQuestion(asyncio.ensure_future(engine.collective_rpc("reprieve_status")))
-        engine.reprieve_question = question
-    await asyncio.wait({question.answer}, timeout=_PATIENCE_S)
-    waited = time.monotonic() - question.asked
-    if not question.answer.done() and waited < _STUCK_S:
+    request = getattr(engine, "reprieve_status_request", None)
+    if request is None or (request.reply.done() and time.monotonic() - request.sent > _FRESH_S):
+        request = _StatusRequest(asyncio.ensure_future(engine.collective_rpc("reprieve_status")))
+        engine.reprieve_status_request = request
+    await asyncio.wait({request.reply}, timeout=_PATIENCE_S)
+    waited = time.monotonic() - request.sent
+    if not request.reply.done() and waited < _STUCK_S:
         return
     try:
-        if not question.answer.done():
+        if not request.reply.done():
             raise ReprieveError(f"the workers have not answered for {waited:.0f} s")
-        require_healthy(question.answer.result())
+        require_healthy(request.reply.result())
     except Exception as error:
         engine.reprieve_failure = error
         logger.error("unhealthy: %s", error)
@@ -249,7 +249,7 @@ def _status(worker: Any) -> dict[str, Any]:
 
 
 def _install(worker: Any) -> dict[str, Any]:
-    """In a worker that has loaded its model: refuse unsupported set-ups, install the hooks, return the worker's state.
+    """Refuse unsupported set-ups, install the hooks, return the worker's status. Runs in a worker, after loading.
 
     Raises:
         ReprieveError: this vLLM or this set-up does not fit, or the self-test failed.

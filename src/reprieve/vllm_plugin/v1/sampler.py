@@ -130,7 +130,7 @@ def _rejection_sample(
     token_ids, probs = draft_token_ids, draft_probs
     if any(rule.traits.replaces for rule in rules.menu.rules):
         token_ids, probs = _refuse(decisions, rows, draft_token_ids, draft_probs, target_logits, sampling_metadata)
-    with _raised(decisions, draft_token_ids, target_logits) as logits:
+    with _lifted(decisions, draft_token_ids, target_logits) as logits:
         output = sample(token_ids, probs, logits)
     rules.count(requests, rows, decisions, output)
     return output
@@ -144,7 +144,7 @@ def _unwrapped(name: str) -> Callable[..., Tensor]:
 
 
 @contextmanager
-def _raised(decisions: Decisions, draft_token_ids: Tensor, target_logits: Tensor) -> Iterator[Tensor]:
+def _lifted(decisions: Decisions, draft_token_ids: Tensor, target_logits: Tensor) -> Iterator[Tensor]:
     """Yield logits in which accepted tokens always win; restore them afterwards, since logprobs are read from them."""
     logits = target_logits if decisions.scores is None else decisions.scores
     columns = draft_token_ids.long().clamp_min(0).unsqueeze(-1)

@@ -43,7 +43,7 @@ class Chunk:
 
 
 class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """Rules by request slot.
+    """Logits processor that lifts the drafted tokens which a request's rule accepts; keeps its state by request slot.
 
     Args:
         rules: the worker's.
@@ -77,7 +77,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
         return bool(self._states.temperature.np[slot] == 0.0)
 
     def forget_slots(self) -> None:
-        """As before the first request."""
+        """Drop the state of all slots."""
         self._slots.clear()
         self._tables.clear()
 
@@ -88,16 +88,16 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
             self.round.begin_chunk(raw_logits, num_requests)
 
     def apply(self, logits: Tensor, ctx: LogitsContext) -> Tensor:
-        """Raise the drafted tokens that a rule accepts."""
+        """Lift the drafted tokens that a rule accepts."""
         if self.round is None:
             return logits
         with self.rules.guarded("the rule failed; its requests are served losslessly"):
-            self.chunk = self._decided(logits, ctx, self.round)
+            self.chunk = self._decide(logits, ctx, self.round)
             if self.chunk is not None:
-                _raise(logits, self.chunk.draft_token_ids, self.chunk.decisions.accept)
+                _lift(logits, self.chunk.draft_token_ids, self.chunk.decisions.accept)
         return logits
 
-    def _decided(self, logits: Tensor, ctx: LogitsContext, current: V2Round) -> Chunk | None:
+    def _decide(self, logits: Tensor, ctx: LogitsContext, current: V2Round) -> Chunk | None:
         slots = [int(slot) for slot in ctx.idx_mapping_np]
         in_force = [self._in_force(slot) for slot in slots]
         if all(rule is None for rule in in_force):
@@ -105,17 +105,17 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
         draft_token_ids = judged_ids(ctx)
         batch = self._batch(logits, ctx, draft_token_ids, slots, current)
         decisions = Decisions.none(batch)
-        names = [
-            "" if rule is None else self._slots[slot].choice.name for slot, rule in zip(slots, in_force, strict=True)
-        ]
+        names: list[str] = []
+        budgets: list[RiskBudget] = []
+        for slot, rule in zip(slots, in_force, strict=True):
+            if rule is None:
+                names.append("")
+                budgets.append(RiskBudget())
+            else:
+                names.append(self._slots[slot].choice.name)
+                budgets.append(self._slots[slot].budget)
+                budgets[-1].follow(rule)
         rules = {name: rule for name, rule in zip(names, in_force, strict=True) if rule is not None}
-        budgets = [
-            RiskBudget() if rule is None else self._slots[slot].budget
-            for slot, rule in zip(slots, in_force, strict=True)
-        ]
-        for budget, rule in zip(budgets, in_force, strict=True):
-            if rule is not None:
-                budget.follow(rule)
         for name, rule in rules.items():
             mine = [slot for slot, other in zip(slots, names, strict=True) if other == name]
             apply_rule(rule, self._token_settings(name, mine, ctx), budgets, batch, decisions)
@@ -147,23 +147,23 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
             table = self._tables[name, at_load] = self._table(name, ctx.expanded_idx_mapping.device)
         rows = ctx.expanded_idx_mapping.long()
         return TokenSettings(
-            limits=table.limits[rows],
-            relaxed=table.relaxed[rows],
+            thresholds=table.thresholds[rows],
+            selected=table.selected[rows],
             greedy=table.greedy[rows],
-            kinds=tuple({self._greedy(slot) for slot in slots}),
+            greedy_modes=tuple({self._greedy(slot) for slot in slots}),
         )
 
     def _table(self, name: str, device: torch.device) -> TokenSettings:
         size = max(self._slots) + 1
-        limits, relaxed, greedy = [-math.inf] * size, [False] * size, [True] * size
+        thresholds, selected, greedy = [-math.inf] * size, [False] * size, [True] * size
         for slot, known in self._slots.items():
             rule = self._in_force(slot)
             if rule is not None and known.choice.name == name:
-                limits[slot], relaxed[slot] = rule.threshold, True
+                thresholds[slot], selected[slot] = rule.threshold, True
             greedy[slot] = self._greedy(slot)
         return TokenSettings(
-            device_tensor(limits, torch.float64, device),
-            device_tensor(relaxed, torch.bool, device),
+            device_tensor(thresholds, torch.float64, device),
+            device_tensor(selected, torch.bool, device),
             device_tensor(greedy, torch.bool, device),
             (),
         )
@@ -238,7 +238,7 @@ def judged_ids(ctx: LogitsContext) -> Tensor:
     return token_ids
 
 
-def _raise(logits: Tensor, token_ids: Tensor, accept: Tensor) -> None:
+def _lift(logits: Tensor, token_ids: Tensor, accept: Tensor) -> None:
     columns = token_ids.clamp_min(0).unsqueeze(-1)
     lifted = logits.amax(-1, keepdim=True) + LIFT
     logits.scatter_(-1, columns, torch.where(accept.unsqueeze(-1), lifted, logits.gather(-1, columns)))
