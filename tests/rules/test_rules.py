@@ -383,6 +383,8 @@ def test_spec_round_trips(spec):
         ("top_k:size=2", "no parameter 'size'; it takes k"),
         ("top_k:k", "name=value, got 'k'"),
         ("top_k:k=1,k=2", "given twice"),
+        ("top_k:k=2@K=4", "@K= belongs to an arm of bench; elsewhere, use --num-draft-tokens"),
+        ("top_k@drafter=ngram", "@drafter= belongs to an arm of bench; elsewhere, use --drafter"),
         ("fuzzy:divergence=cosine", "divergence must be one of js, kl, tv, got 'cosine'"),
         ("fuzzy:threshold=-1", "threshold must be in [0, inf], got -1.0"),
         ("fuzzy:threshold=nan", "got nan"),

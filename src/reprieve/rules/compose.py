@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -288,6 +289,10 @@ class StrictFirst(_Restricted):
         return torch.where(evidence.answer_positions >= self.num_tokens, self.rule.risk(evidence), math.inf)
 
 
+_OF_AN_ARM = re.compile(r'@(K|drafter)=(?=[^"]*$)')
+_FLAGS = {"K": "--num-draft-tokens", "drafter": "--drafter"}
+
+
 def parse_rule(spec: str) -> Rule:
     """Return the rule described by a specification.
 
@@ -299,6 +304,8 @@ def parse_rule(spec: str) -> Rule:
         raise SpecError(f"rule must be one of {', '.join(RULES.names())}, got an empty text")
     if spec.count('"') % 2:
         raise SpecError(f"rule {spec!r}: a double quote is not closed")
+    if arm := _OF_AN_ARM.search(spec):
+        raise SpecError(f"rule {spec!r}: {arm[0]} belongs to an arm of bench; elsewhere, use {_FLAGS[arm[1]]}")
     either = [_parse_all(part) for part in split(spec, "|")]
     return either[0] if len(either) == 1 else AnyOf(tuple(either))
 
