@@ -47,7 +47,7 @@ def test_the_certificate_for_the_current_conditions_is_chosen(policy):
     vllm = policy.for_conditions(engine="vllm", engine_version="0.32.0", runner="v1", **here)
     assert vllm.certificate.conditions.runner == "v1" and "Noise floor" in vllm.certificate.statement
     other = policy.for_conditions(engine="vllm", engine_version="0.33.0", runner="v2", **here)
-    assert other.certificate is None and "engine_version 0.33.0 (certified: 0.32.0)" in other.set_aside
+    assert other.certificate is None and "engine_version 0.33.0 (certified: 0.32.0)" in other.certificate_mismatch
 
 
 @pytest.mark.parametrize(

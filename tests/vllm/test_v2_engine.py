@@ -191,13 +191,13 @@ def test_n_grams_serve_rules_that_need_no_draft(problems):
 @pytest.mark.parametrize("broken", ["the processor is lost", "the edit is lost", "everybody is edited", "other draws"])
 def test_the_self_test_fails_where_a_hook_is_broken(llm, broken, monkeypatch):
     from reprieve.errors import ReprieveError
-    from reprieve.vllm_plugin.selftest import require_works
+    from reprieve.vllm_plugin.selftest import run_selftest
     from reprieve.vllm_plugin.v2 import processor as v2_processor
     from reprieve.vllm_plugin.v2 import runner as v2_runner
     from reprieve.vllm_plugin.v2.round import uniforms_of
 
     hooks = worker_of(llm).model_runner.reprieve
-    require_works(hooks)
+    run_selftest(hooks)
     if broken == "the processor is lost":
         processors = worker_of(llm).model_runner.sampler.logits_processors
         monkeypatch.setattr(worker_of(llm).model_runner.sampler, "logits_processors", processors[:-1])
@@ -209,7 +209,7 @@ def test_the_self_test_fails_where_a_hook_is_broken(llm, broken, monkeypatch):
         two = torch.tensor([2])
         monkeypatch.setattr(type(hooks.processor), "apply", lambda self, logits, ctx: logits.index_fill_(1, two, 9.0))
     with pytest.raises(ReprieveError, match=r"self-test failed in worker 0: (a .* was (rejected|changed)|.* random)"):
-        require_works(hooks)
+        run_selftest(hooks)
 
 
 def test_without_a_configuration_nothing_is_patched():

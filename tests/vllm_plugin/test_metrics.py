@@ -55,7 +55,7 @@ def output_of(rules):
 
 def note(rules, request_id, rescued):
     """A round of one request with three drafted tokens, all accepted."""
-    choice = rules.known(request_id, dict).choice
+    choice = rules.request_rules(request_id, dict).choice
     label = rules.counter.mark(request_id, choice.name, choice.rule)
     rules.counter.start_copy([request_id], [label], [3], torch.tensor([3]), torch.tensor([rescued]))
 

@@ -168,27 +168,29 @@ def request(name, num_drafted=2, asked=None):
 
 def test_drafts_are_trusted_only_after_the_drafter_made_them():
     rules = WorkerRules(Menu.load("margin:delta=2"))
-    assert rules.rows([request("a")])[0].strict
+    assert rules.batch_requests([request("a")])[0].strict
     rules.note_drafts(["a"], None)
-    assert not rules.rows([request("a")])[0].strict
+    assert not rules.batch_requests([request("a")])[0].strict
     rules.note_drafts(["a", "b"], None, real=False)
-    assert all(item.strict for item in rules.rows([request("a"), request("b")]))
+    assert all(item.strict for item in rules.batch_requests([request("a"), request("b")]))
     reads_draft = WorkerRules(Menu.load("fuzzy:threshold=0.3"))
     reads_draft.note_drafts(["a"], None)
-    assert reads_draft.rows([request("a")])[0].strict, "without the draft's distribution the lossless check stands"
+    assert reads_draft.batch_requests([request("a")])[0].strict, (
+        "without the draft's distribution the lossless check stands"
+    )
     reads_draft.note_drafts(["a"], torch.full((1, 2, V), 1 / V))
-    assert not reads_draft.rows([request("a")])[0].strict
+    assert not reads_draft.batch_requests([request("a")])[0].strict
 
 
 def test_a_request_keeps_its_budget_and_is_forgotten_when_it_ends():
     rules = WorkerRules(Menu.load("asd"))
     rules.note_drafts(["a"], None)
-    rules.rows([request("a")])[0].budget.spent = 2.75
-    assert rules.rows([request("a")])[0].budget.left == 1.25
+    rules.batch_requests([request("a")])[0].budget.spent = 2.75
+    assert rules.batch_requests([request("a")])[0].budget.left == 1.25
     for number in range(40):
-        rules.rows([request(str(number))])
+        rules.batch_requests([request(str(number))])
     rules.forget_all_but({"a": None})
-    assert rules.rows([request("a")])[0].budget.left == 1.25 and len(rules._known) == 1
+    assert rules.batch_requests([request("a")])[0].budget.left == 1.25 and len(rules._known) == 1
 
 
 def test_a_budget_follows_the_rule_that_the_load_puts_in_force():
@@ -196,18 +198,18 @@ def test_a_budget_follows_the_rule_that_the_load_puts_in_force():
     rules = WorkerRules(Menu.load(source))
     requests = [request(name) for name in "abc"]
     rules.note_drafts(["a", "b", "c"], None)
-    assert rules.rows(requests[:1])[0].strict
-    item = rules.rows(requests[:2])[0]
+    assert rules.batch_requests(requests[:1])[0].strict
+    item = rules.batch_requests(requests[:2])[0]
     assert item.budget.left == 1.5
     item.budget.spent = 1.25
-    assert rules.rows(requests[:2])[0].budget.left == 0.25
-    assert rules.rows(requests)[0].budget.left == -0.25, "what was spent under a looser rule counts"
+    assert rules.batch_requests(requests[:2])[0].budget.left == 0.25
+    assert rules.batch_requests(requests)[0].budget.left == -0.25, "what was spent under a looser rule counts"
 
 
 def test_a_bad_request_in_a_worker_is_served_losslessly(caplog):
     rules = WorkerRules(Menu.load("margin:delta=2"))
     rules.note_drafts(["a"], None)
-    assert rules.rows([request("a", asked={"reprieve_threshold": -3})])[0].strict
+    assert rules.batch_requests([request("a", asked={"reprieve_threshold": -3})])[0].strict
     assert "is served losslessly" in caplog.text
 
 
@@ -215,7 +217,7 @@ def test_only_kept_rescued_tokens_are_counted():
     rules = WorkerRules(Menu.load("margin:delta=9"))
     rules.note_drafts(["a", "b"], None)
     requests = [request("a", 3), request("b", 2), request("c", 0)]
-    rows = rules.rows(requests)
+    rows = rules.batch_requests(requests)
     made = decide(rows, batch_of(3, 2, 0))
     made.lossless = torch.tensor([True, False, False, False, True])
     output = torch.tensor([[4, 5, 6, -1], [7, -1, -1, -1], [8, -1, -1, -1]])
@@ -321,11 +323,11 @@ def test_a_policy_is_read_once_per_process(monkeypatch):
 def test_a_reused_request_id_starts_afresh():
     rules = WorkerRules(Menu.load("margin:delta=2"))
     rules.note_drafts(["a"], None)
-    assert rules.rows([request("a", asked={"reprieve_rule": "off"})])[0].strict
+    assert rules.batch_requests([request("a", asked={"reprieve_rule": "off"})])[0].strict
     rules.forget(["a", "unknown"])
-    assert rules.rows([request("a")])[0].strict, "no drafts of its own yet"
+    assert rules.batch_requests([request("a")])[0].strict, "no drafts of its own yet"
     rules.note_drafts(["a"], None)
-    assert not rules.rows([request("a")])[0].strict
+    assert not rules.batch_requests([request("a")])[0].strict
 
 
 def test_the_plugin_imports_rules_and_heads_only():

@@ -137,7 +137,7 @@ def load_pair(
         target: hub id or folder; `reprieve/miniature` is the bundled target.
         draft: hub id or folder; None takes the bundled draft with the bundled target, and otherwise no draft.
         dtype: auto, float32, bfloat16, float16, or int8 (linear layers, on CPUs).
-        device: cpu, cuda, cuda:1, mps; the first GPU, or the CPU, when None.
+        device: cpu, cuda, cuda:1 or mps; the first GPU, or the CPU, when None.
         device_map: auto, balanced, ...: spread the target over several devices (accelerate); None for one device.
 
     Raises:

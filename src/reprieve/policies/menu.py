@@ -170,7 +170,7 @@ class Menu:
                 "name": name,
                 "spec": policy.rule.spec,
                 "dial": None if policy.rule.dial is None else policy.rule.dial.name,
-                "value": policy.standard.dial_value,
+                "value": policy.default_rule.dial_value,
                 "stops": slider_values(policy),
                 "levels": {"strict": None, **policy.levels},
                 "certificate": None if policy.certificate is None else policy.certificate.statement,

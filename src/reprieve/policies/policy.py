@@ -53,7 +53,7 @@ class Policy:
         certificates: certificates of the rule, the most lenient first; the first is that of the `certified` level.
         by_load: pairs of a minimum number of running requests and a dial value, for requests that choose nothing. The
             last pair that applies wins; below the first, the default applies.
-        set_aside: reason why a certificate that was found does not hold here; empty if none was set aside.
+        certificate_mismatch: reason why no certificate that was found holds here; empty if one does, or none was found.
         strict_structured_outputs: decode requests with structured outputs (a grammar, a schema) losslessly.
 
     Raises:
@@ -66,7 +66,7 @@ class Policy:
     max_threshold: float | None = None
     certificates: tuple[Certificate, ...] = ()
     by_load: tuple[tuple[int, float], ...] = ()
-    set_aside: str = ""
+    certificate_mismatch: str = ""
     strict_structured_outputs: bool = False
 
     def __post_init__(self) -> None:
@@ -169,17 +169,17 @@ class Policy:
         reasons = "; ".join(_differences(nearest, conditions))
         if self.default is not None and self.default not in ("strict", *levels):
             raise SpecError(f"default {self.default}: the certificate does not hold here: {reasons}")
-        return dataclasses.replace(self, levels=levels, certificates=(), set_aside=reasons)
+        return dataclasses.replace(self, levels=levels, certificates=(), certificate_mismatch=reasons)
 
     @cached_property
-    def standard(self) -> Rule:
+    def default_rule(self) -> Rule:
         """The rule of requests that choose nothing."""
         return self.rule if self.default is None else self._at_level(self.default)
 
     def at_load(self, num_running: int) -> Rule:
         """Return the rule of requests that choose nothing while `num_running` requests are running."""
         rules = [rule for count, rule in self._rules_by_load if num_running >= count]
-        return rules[-1] if rules else self.standard
+        return rules[-1] if rules else self.default_rule
 
     @cached_property
     def _rules_by_load(self) -> list[tuple[int, Rule]]:
@@ -193,7 +193,7 @@ class Policy:
     @property
     def reachable(self) -> list[Rule]:
         """All rules that a request that chooses nothing can get, under any load."""
-        return [self.standard, *(rule for _, rule in self._rules_by_load)]
+        return [self.default_rule, *(rule for _, rule in self._rules_by_load)]
 
     def covers(self, rule: Rule) -> bool:
         """Return whether the certificate covers a setting of the rule; the lossless check needs none."""
@@ -227,7 +227,7 @@ class Policy:
             raise RequestError(THRESHOLD, f"give {THRESHOLD} or {LEVEL}, not both")
         if LEVEL in given:
             return self._requested_level(given[LEVEL])
-        return self._requested_threshold(given[THRESHOLD]) if given else self.standard
+        return self._requested_threshold(given[THRESHOLD]) if given else self.default_rule
 
     def _requested_level(self, level: Any) -> Rule:
         known = ("strict", *(name for name in LEVELS[1:] if name in self.levels))
@@ -265,13 +265,13 @@ class Policy:
             text += f"; by load {', '.join(f'{count}: {value:g}' for count, value in self.by_load)}"
         if self.max_threshold is not None and self.rule.dial is not None:
             text += f"; requests may ask up to {self.rule.dial.name}={self.max_threshold:g}"
-        if self.set_aside:
-            return f"{text}; its certificate does not hold here: {self.set_aside}"
+        if self.certificate_mismatch:
+            return f"{text}; its certificate does not hold here: {self.certificate_mismatch}"
         if self.certificate is None:
             return text + "; no certificate covers it"
         return (
             text
-            + ("; certificate: " if self.covers(self.standard) else "; MORE LENIENT than its certificate: ")
+            + ("; certificate: " if self.covers(self.default_rule) else "; MORE LENIENT than its certificate: ")
             + (self.certificate.statement)
         )
 

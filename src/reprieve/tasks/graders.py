@@ -166,12 +166,12 @@ class FunctionGrader(Grader):
             raise SpecError(f"grader {self.source} must take a response, or a response and an answer; it takes {num}")
 
     @property
-    def judges(self) -> bool:
+    def compares(self) -> bool:
         """True where it compares a response with a reference; else it returns a response's answer."""
         return _num_required(self.source) == 2
 
     def extract(self, text: str) -> str | None:
-        if self.judges:
+        if self.compares:
             return text.strip() or None
         answer = self._call(text)
         return None if answer is None else str(answer)
@@ -179,7 +179,7 @@ class FunctionGrader(Grader):
     def equivalent(self, answer: str | None, other: str | None) -> bool:
         if answer is None or other is None:
             return False
-        return bool(self._call(answer, other)) if self.judges else answer == other
+        return bool(self._call(answer, other)) if self.compares else answer == other
 
     def _call(self, *given: str) -> Any:
         try:

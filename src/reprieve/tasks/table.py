@@ -235,7 +235,7 @@ class JsonlTask(TableTask):
 
     def same(self, problem: TaskProblem, answer: str | None, other: str | None) -> bool:
         """Return whether two answers are equal, or get the same verdict from a grading function."""
-        if isinstance(self.grader, FunctionGrader) and self.grader.judges:
+        if isinstance(self.grader, FunctionGrader) and self.grader.compares:
             if answer is None or other is None:
                 return False
             reference = problem.reference

@@ -110,11 +110,11 @@ class WorkerRules:
         """Drop the state of all requests except these."""
         self.forget([known for known in {**self._known, **self._drafted} if known not in request_ids])
 
-    def rows(self, requests: Sequence[RoundRequest]) -> list[BatchRequest]:
+    def batch_requests(self, requests: Sequence[RoundRequest]) -> list[BatchRequest]:
         """The batch's requests with their rules."""
         rows = []
         for request in requests:
-            known = self.known(request.request_id, request.settings)
+            known = self.request_rules(request.request_id, request.settings)
             rule = self.rule_of(known.choice, len(requests))
             known.budget.follow(rule)
             trusted = self._drafted.get(request.request_id, False)
@@ -125,7 +125,7 @@ class WorkerRules:
             )
         return rows
 
-    def known(self, request_id: str, settings: Callable[[], Mapping[str, Any] | None]) -> RequestRules:
+    def request_rules(self, request_id: str, settings: Callable[[], Mapping[str, Any] | None]) -> RequestRules:
         """Return a request's choice, resolved at its first round."""
         known = self._known.get(request_id)
         return self.admit(request_id, settings) if known is None else known

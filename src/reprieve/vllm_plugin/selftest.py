@@ -22,7 +22,7 @@ OWN, DRAFTED = 1, 2  # the target's token, and the drafter's
 ASKED: tuple[dict[str, str], ...] = ({}, {SWITCH: "off"})
 
 
-def require_works(hooks: Any) -> None:
+def run_selftest(hooks: Any) -> None:
     """Run the self-test on a runner's hooks.
 
     Raises:

@@ -23,7 +23,7 @@ from reprieve.policies.policy import LEVEL, PREFIX, Policy, RequestError
 from reprieve.vllm_plugin import configuration, metrics, probing, require_healthy
 from reprieve.vllm_plugin.configuration import runner_of
 from reprieve.vllm_plugin.rounds import WorkerRules, request_settings
-from reprieve.vllm_plugin.selftest import require_last_states, require_works
+from reprieve.vllm_plugin.selftest import require_last_states, run_selftest
 
 logger = logging.getLogger("vllm.reprieve")
 
@@ -264,7 +264,7 @@ def _install(worker: Any) -> dict[str, Any]:
     runner.reprieve = importlib.import_module(f"reprieve.vllm_plugin.{kind}.runner").Hooks(rules, runner)
     if getattr(runner, "rejection_sampler", None) is not None:  # else not the last stage: nothing is sampled here
         runner.reprieve.install()
-        require_works(runner.reprieve)
+        run_selftest(runner.reprieve)
         require_last_states(runner, rules.menu)
     return _status(worker)
 

@@ -117,7 +117,7 @@ def _rejection_sample(
         return sample(draft_token_ids, draft_probs, target_logits)
     rules, hooks = current.hooks.rules, current.hooks
     requests = hooks.requests(num_draft_tokens)
-    rows = rules.rows(requests)
+    rows = rules.batch_requests(requests)
     if not sampling_metadata.all_greedy and not all(row.strict for row in rows):
         current.uniforms = _unwrapped("generate_uniform_probs")(
             len(draft_token_ids), num_draft_tokens, sampling_metadata.generators, target_logits.device
