@@ -25,7 +25,7 @@ from reprieve.vllm_plugin.selftest import ASKED, DRAFTED, OWN, certain_logits
 from reprieve.vllm_plugin.v2.processor import Chunk, RuleProcessor
 from reprieve.vllm_plugin.v2.round import V2Round, uniforms_of
 
-# vLLM forces a token when a thinking budget is spent: its logit is 1e9 over the temperature (at most 100). The logit of
+# vLLM forces a token when a thinking budget is spent: its logit is 1e9 over the temperature (at most 2). The logit of
 # an accepted token is about `processor.LIFT` over the temperature (at least 0.01).
 _FORCED = 5e6
 _POSITIONS = range(5, 21)  # of the self-test; 16 draws agree by chance once in 65,536 servers
