@@ -25,7 +25,7 @@ from reprieve.types import Context, gather_token
 from reprieve.vllm_plugin.rounds import RequestRules, WorkerRules, request_settings
 from reprieve.vllm_plugin.v2.round import V2Round
 
-# How far an accepted token is lifted above the best: enough at any temperature of vLLM (up to 2), finite at any above 0.
+# How far an accepted token is lifted above the best: enough at temperatures up to 2 (vLLM's), finite at any above 0.
 LIFT = 1e4
 _WARM_UP = ("_warmup_", "_v2_mixed_warmup")  # ids of vLLM's own requests at start, whose rounds do not count
 
