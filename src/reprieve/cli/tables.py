@@ -22,8 +22,8 @@ def results_table(results: Results, *, width: int) -> Table:
         f"{results.config.task}, {results.config.split} split, n = {results.num_problems}; "
         f"K = {results.draft_length}; brackets are 95% intervals"
     )
-    full = [_row(arm) for arm in results.arms]
-    short = [{name: _row(arm, digits=0)[name] for name in _SHORT} for arm in results.arms]
+    full, whole = ([_row(arm, digits=digits) for arm in results.arms] for digits in (1, 0))
+    short = [{name: row[name] for name in _SHORT} for row in whole]
     return _table(title, full, short, width)
 
 
@@ -122,7 +122,7 @@ def _loaded_row(row: ThroughputResults) -> dict[str, str]:
     }
 
 
-def _row(arm: ArmResults, *, digits: int = 1) -> dict[str, str]:
+def _row(arm: ArmResults, *, digits: int) -> dict[str, str]:
     """The cells of an arm; `digits` of the intervals of shares."""
     return {
         "arm": arm.spec,
