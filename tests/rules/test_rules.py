@@ -402,3 +402,7 @@ def test_bad_specs_name_the_parameter_the_range_and_the_value(spec, says):
     with pytest.raises(SpecError) as caught:
         parse_rule(spec)
     assert says in str(caught.value)
+
+
+def test_paths_may_contain_what_looks_like_a_setting_of_an_arm():
+    assert parse_rule("judge:path=heads/judge@K=4").path == "heads/judge@K=4"

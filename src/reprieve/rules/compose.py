@@ -304,9 +304,12 @@ def parse_rule(spec: str) -> Rule:
         raise SpecError(f"rule must be one of {', '.join(RULES.names())}, got an empty text")
     if spec.count('"') % 2:
         raise SpecError(f"rule {spec!r}: a double quote is not closed")
-    if arm := _OF_AN_ARM.search(spec):
-        raise SpecError(f"rule {spec!r}: {arm[0]} belongs to an arm of bench; elsewhere, use {_FLAGS[arm[1]]}")
-    either = [_parse_all(part) for part in split(spec, "|")]
+    try:
+        either = [_parse_all(part) for part in split(spec, "|")]
+    except SpecError as error:
+        if arm := _OF_AN_ARM.search(spec):
+            raise SpecError(f"{error}; {arm[0]} belongs to an arm of bench; elsewhere, use {_FLAGS[arm[1]]}") from None
+        raise
     return either[0] if len(either) == 1 else AnyOf(tuple(either))
 
 
