@@ -23,6 +23,7 @@ from arms import part, run, whole, write_parts
 from reprieve.backends.batched import BatchedEngine, DecoderGroup, group_of
 from reprieve.backends.settings import BatchedSettings
 from reprieve.bench.arms import Arm, make_arms
+from reprieve.bench.summary import lossless_for
 from reprieve.engine import DRAFT_ONLY, Pair
 from reprieve.engine.batched import BatchedSpeculativeDecoder, Request
 from reprieve.errors import SpecError
@@ -151,20 +152,23 @@ def ratio(turns: Sequence[Turn], base: Sequence[Turn], counted: str) -> str:
     return f"{value:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def table(turns: dict[str, list[Turn]], note: str) -> dict[str, Any]:
-    """Return the rates of all arms at one number of rows."""
+def table(turns: dict[str, list[Turn]], arms: Sequence[Arm], note: str) -> dict[str, Any]:
+    """Return the rates of all arms, over the target alone and over lossless decoding with the same K and drafter."""
     target = turns["target_only"]
     rows = []
-    for label, own in turns.items():
+    for arm in arms:
+        own = turns[arm.label]
+        lossless = None if arm.rule is None else turns[str(lossless_for(arm, arms))]
         seconds = sum(turn.seconds for turn in own)
         num_tokens, num_answers = sum(turn.num_tokens for turn in own), sum(turn.num_answers for turn in own)
         rows.append(
             [
-                label,
+                arm.label,
                 f"{num_tokens / max(1, sum(turn.num_rounds for turn in own)):.2f}",
                 f"{num_tokens / num_answers:.0f}",
                 f"{num_tokens / seconds:.0f}",
                 ratio(own, target, "num_tokens"),
+                ratio(own, lossless, "num_tokens") if lossless else "-",
                 ratio(own, target, "num_answers"),
             ]
         )
@@ -174,6 +178,7 @@ def table(turns: dict[str, list[Turn]], note: str) -> dict[str, Any]:
         "tokens per answer",
         "tokens per second",
         "tokens per second, over target",
+        "tokens per second, over lossless",
         "answers per second, over target",
     ]
     return part(head, rows, note)
@@ -210,7 +215,7 @@ def main() -> None:
         num_problems = num_turns * (1 if rows == 1 else 2 * rows)
         counts = f"{num_problems} problems in {num_turns} turns, {rows} at once"
         note = f"{task.name}, {counts}, greedy, {pair.dtype}, {device}."
-        parts[f"rows_{rows}"] = table(turns, note)
+        parts[f"rows_{rows}"] = table(turns, arms, note)
         write_parts(options.out / "batch_speed.json", parts)
 
 

@@ -158,6 +158,7 @@ def plan(options: argparse.Namespace, num_devices: int, version: tuple[int, ...]
     def child(what: str, folder: str, *flags: str, **environment: str) -> Any:
         target = str(out / folder / f"{flags[0] if what == 'answers' else 'result'}.json")
         given = ("--device", options.device, "--limit", str(options.limit), *flags[what == "answers" :])
+        given += ("--compilation-config", options.compilation_config) if options.compilation_config else ()
         return (sys.executable, str(CHILD), what, "--into", target, *given), (*variables, *environment.items())
 
     def decisions(name: str, *flags: str, skip: str = "") -> Part:
@@ -244,6 +245,7 @@ def main() -> int:
     parser.add_argument(
         "--prompt", default="--chat-template --thinking off --max-new-tokens 1024", help="flags of `reprieve bench`"
     )
+    parser.add_argument("--compilation-config", default="", help="vLLM's, as JSON, for machine, decisions and off")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--limit", type=int, default=100, help="number of problems and prompts")
     parser.add_argument("--concurrency", default="1,8,32,64")

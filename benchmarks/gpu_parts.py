@@ -64,6 +64,7 @@ def engine_of(options: argparse.Namespace, rules: Sequence[str]) -> tuple[Any, d
         enforce_eager=cpu or options.eager,
         additional_config={"reprieve": {"rules": [{"rule": rule} for rule in rules]}} if rules else {},
         **({} if cpu else {"gpu_memory_utilization": 0.4}),  # leave memory for the local engine's models
+        **({"compilation_config": json.loads(options.compilation_config)} if options.compilation_config else {}),
     )
     config = llm.llm_engine.vllm_config
     return llm, {
@@ -141,6 +142,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=100)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--compilation-config", default="", help="vLLM's, as JSON")
     options = parser.parse_args()
     replace_file(options.into, json.dumps(PARTS[options.part](options)) + "\n")
 

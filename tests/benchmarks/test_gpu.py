@@ -22,6 +22,7 @@ def options(tmp_path):
         eagle="",
         task="gsm8k",
         prompt="--chat-template --thinking off",
+        compilation_config="",
         max_model_len=4096,
         limit=7,
         concurrency="1,8",
