@@ -94,7 +94,8 @@ dist:
 
 setup: $(READY)
 
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Python compiles what is imported, a small part of what is installed.
+PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 
 # Needed by `make demo`. torch comes first, at the constrained version, as a CPU build if the machine offers one.
 $(BASE): pyproject.toml constraints.txt

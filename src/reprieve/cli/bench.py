@@ -33,7 +33,7 @@ _DEMO_QUESTION = (
     "does Noah have now?"
 )
 _DEMO_K = 16  # of the two answers that are shown; `auto` has to see some answers first
-_DEMO_SECONDS = 3  # of a problem, all arms, on two CPU cores: 40 problems took two minutes
+_DEMO_SECONDS = 5  # of a problem, all arms, on two CPU cores: 20 problems took 99 seconds
 _DEMO_FEW = 200  # problems: fewer give wide intervals
 _FEW = 100  # problems; with fewer, the fastest K may be due to chance
 
@@ -169,7 +169,7 @@ class Demo(Command):
     example = "reprieve demo --limit 10"
 
     num_draft_tokens: NumDraftTokens = AUTO
-    settings: RunSettings = field(default_factory=lambda: RunSettings(limit=40))
+    settings: RunSettings = field(default_factory=lambda: RunSettings(limit=20))
     pair: PairSettings = field(default_factory=lambda: PairSettings(dtype="float32"))
     out: Path = Path("runs/demo")
 
