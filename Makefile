@@ -101,7 +101,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 $(BASE): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) -e ".[evidence]"
+	$(PIP) -e .
 	touch $@
 
 # Also needed by the tests, the docs and the benchmarks.

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from reprieve.tasks import Task
     from reprieve.tasks.chat import Chat
 
-_DEMO_ARMS = ("judge:threshold=0.1", "margin:delta=2", "typical", "fuzzy:threshold=1,divergence=kl,form=released")
+_DEMO_ARMS = ("judge:threshold=0.1", "margin:delta=2")
 _DEMO_QUESTION = (
     "Noah works 6 hours a day for 4 days and earns 3 dollars per hour. He spends 48 dollars on food. How many dollars "
     "does Noah have now?"
 )
 _DEMO_K = 16  # of the two answers that are shown; `auto` has to see some answers first
-_DEMO_SECONDS = 5  # of a problem, all arms, on two CPU cores: 20 problems took 99 seconds
+_DEMO_SECONDS = 3  # of a problem, all arms, on two CPU cores
 _DEMO_FEW = 200  # problems: fewer give wide intervals
 _FEW = 100  # problems; with fewer, the fastest K may be due to chance
 
@@ -158,7 +158,7 @@ class Bench(Command):
 
 @dataclass(frozen=True)
 class Demo(Command):
-    """Compare a trained head and three training-free rules with lossless and target-only on generated word problems.
+    """Compare a trained and an untrained rule with lossless decoding and the target alone on generated word problems.
 
     Args:
         num_draft_tokens: K, drafted tokens per round; auto (adaptive), or auto:path=HEAD.

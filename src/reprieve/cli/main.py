@@ -17,7 +17,7 @@ from reprieve.errors import ReprieveError, did_you_mean
 
 # Every verb, its class, and what it is for: help is printed without importing any of them.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("bench:Demo", "compare a trained rule and three others with lossless decoding, on the bundled pair"),
+    "demo": ("bench:Demo", "compare a trained and an untrained rule with lossless decoding, on the bundled pair"),
     "generate": ("generate:Generate", "answer one prompt, each token coloured by where it comes from"),
     "serve": ("serve:Serve", "serve an OpenAI-compatible API with rules per request, and a playground"),
     "bench": ("bench:Bench", "compare rules on a task: accuracy, speed, answer length"),
