@@ -169,7 +169,7 @@ class Demo(Command):
     example = "reprieve demo --limit 10"
 
     num_draft_tokens: NumDraftTokens = AUTO
-    settings: RunSettings = field(default_factory=lambda: RunSettings(limit=20))
+    settings: RunSettings = field(default_factory=lambda: RunSettings(limit=15))
     pair: PairSettings = field(default_factory=lambda: PairSettings(dtype="float32"))
     out: Path = Path("runs/demo")
 
