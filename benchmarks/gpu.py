@@ -245,7 +245,7 @@ def main() -> int:
     parser.add_argument(
         "--prompt", default="--chat-template --thinking off --max-new-tokens 1024", help="flags of `reprieve bench`"
     )
-    parser.add_argument("--compilation-config", default="", help="vLLM's, as JSON, for machine, decisions and off")
+    parser.add_argument("--compilation-config", default="", help="vLLM's, as JSON, for decisions and off")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--limit", type=int, default=100, help="number of problems and prompts")
     parser.add_argument("--concurrency", default="1,8,32,64")
