@@ -274,13 +274,9 @@ def test_errors_are_raised_as_the_openai_clients_types(client, prompt):
         client.completions.create(model="other", prompt=prompt)
 
 
-def test_models_health_metrics_and_offer(port, client, prompt):
-    client.completions.create(model=MODEL, prompt=prompt, max_tokens=30, temperature=0)
+def test_models_health_and_offer(port, client):
     assert [model.id for model in client.models.list()] == [MODEL]
     assert json.loads(get(port, "/health")[1])["status"] == "ok"
-    page = get(port, "/metrics")[1]
-    assert re.search(r'reprieve_tokens_total\{provenance="rescued",rule="judge"\} [1-9]', page)
-    assert re.search(r'reprieve_requests_total\{path="/v1/completions",status="200"\} [1-9]', page)
     offer = json.loads(get(port, "/v1/reprieve")[1])
     assert [rule["name"] for rule in offer["rules"]] == ["judge", "margin"]
     judge = offer["rules"][0]
@@ -358,13 +354,6 @@ def test_an_engine_error_gives_a_500_and_serving_continues(pair, prompt, monkeyp
         assert post(port, {"prompt": prompt, "max_tokens": 4})[0] == 200
 
 
-def test_an_incomplete_body_times_out_with_408(pair):
-    with serving(pair, settings={"timeout": 0.5}) as port:
-        connection = socket.create_connection(("127.0.0.1", port))
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{")
-        assert b" 408 " in connection.recv(4096)
-
-
 def test_a_full_queue_is_429_and_clients_that_leave_free_it(pair, prompt):
     with serving(pair, settings={"max_waiting": 2}) as port:
         asked = {"prompt": prompt, "n": 16, **LONG}
@@ -377,8 +366,6 @@ def test_a_full_queue_is_429_and_clients_that_leave_free_it(pair, prompt):
         for connection in held:
             connection.close()
         wait_for(lambda: busy(port) == (False, 0), 120)
-        written = re.findall(r"^reprieve_tokens_total\{.*\} ([\d.e+]+)$", get(port, "/metrics")[1], re.M)
-        assert sum(map(float, written)) < 16 * LONG["max_tokens"]  # the two waiting requests never started
         assert post(port, {"prompt": prompt, "max_tokens": 2})[0] == 200
 
 
@@ -433,15 +420,6 @@ def test_a_terminated_server_ends_open_requests_with_an_error(tmp_path, prompt):
     assert '"service_unavailable_error"' in answers[True][1] and "[DONE]" not in answers[True][1]
     assert answers[False][0] == 503 and "shutting down" in answers[False][1]["error"]["message"]
     assert "Traceback" not in log.read_text()
-
-
-def test_quality_is_monitored_in_the_background(pair, prompt):
-    with serving(pair, settings={"check_share": 1.0, "max_changed": 0.5}) as port:
-        for _ in range(2):
-            post(port, {"prompt": prompt, "max_tokens": 80, "temperature": 0, "reprieve_threshold": 0.3})
-        post(port, {"prompt": prompt, "max_tokens": 80, "temperature": 0, "reprieve_rule": "off"})
-        post(port, {"prompt": prompt, "max_tokens": 80, "temperature": 1.2})  # sampled: not checked
-        wait_for(lambda: "reprieve_quality_checked 2.0" in get(port, "/metrics")[1])
 
 
 @pytest.mark.slow

@@ -82,3 +82,9 @@ class MonitorSettings:
     share: float = 0.2
     max_drop: float | None = 0.05
     confidence: float = 0.95
+
+    def __post_init__(self) -> None:
+        require_range("share", self.share, 0.0, 1.0, low_open=True)
+        if self.max_drop is not None:
+            require_range("max_drop", self.max_drop, 0.0, 1.0)
+        require_range("confidence", self.confidence, 0.5, 0.999999)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -105,25 +105,15 @@ class Monitor(Command):
             if relaxed.certificate is not None:
                 relaxed.certificate.check(config.conditions(engine, relaxed), where=f"of {relaxed.label}")
             num_problems = len(task.problems(problems.split, problems.limit, offset=problems.offset))
-            num_told = -1
+            alarm, num_tenths = False, 0
 
-            def on_answer(status: MonitorStatus) -> None:
-                nonlocal num_told
-                tenth = status.num_seen * 10 // num_problems > (status.num_seen - 1) * 10 // num_problems
-                if tenth and status.num_checked != num_told:
-                    num_told = status.num_checked
+            def on_status(status: MonitorStatus) -> None:
+                nonlocal alarm, num_tenths
+                tenths = status.num_answered * 10 // num_problems
+                if status.alarm > alarm or tenths > num_tenths:
+                    alarm, num_tenths = status.alarm, tenths
                     screen.say(status.sentence())
 
-            final = watch(
-                engine,
-                config,
-                task,
-                relaxed,
-                strict,
-                **asdict(self.settings),
-                seed=problems.seed,
-                on_alarm=lambda status: screen.say(f"alarm: {status.sentence()}"),
-                on_answer=on_answer,
-            )
+            final = watch(engine, config, task, relaxed, strict, self.settings, on_status=on_status)
         screen.say(f"final: {final.sentence()}")
         return 1 if final.alarm else 0

@@ -17,7 +17,7 @@ KEY = "REPRIEVE_API_KEY"
 
 @dataclass(frozen=True)
 class Serve(Command):
-    """Serve the OpenAI API, /metrics, /health and a playground at /, one request at a time.
+    """Serve the OpenAI API, /health and a playground at /, one request at a time.
 
     Args:
         rule: A rule to offer: a specification, or a policy file (JSON) that also names levels and a largest threshold.
@@ -33,7 +33,7 @@ class Serve(Command):
     pair: PairSettings = field(default_factory=PairSettings)
 
     def run(self) -> int:
-        for module in ("uvicorn", "fastapi", "prometheus_client"):
+        for module in ("uvicorn", "fastapi"):
             import_extra(module, "serve")
         from reprieve.policies.policy import Policy
 
@@ -49,13 +49,7 @@ class Serve(Command):
         require_free_port(settings)
         pair = screen.load(self.pair)
 
-        app = make_app(
-            pair,
-            policies,
-            settings,
-            on_alarm=lambda status: screen.warn(f"quality alarm: {status.sentence()}"),
-            announce=screen.warn,
-        )
+        app = make_app(pair, policies, settings, announce=screen.warn)
         if not settings.loopback and settings.api_key is None:
             screen.warn(f"warning: {settings.host} may be reached by others, and there is no API key (--api-key)")
         run(app, settings)

@@ -1,4 +1,4 @@
-"""HTTP routes of the server: limits, errors, streaming, metrics. The worker thread does the decoding."""
+"""HTTP routes of the server: limits, errors, streaming. The worker thread does the decoding."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.datastructures import Headers
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
 
 from reprieve.errors import ContextOverflowError, ReprieveError, SpecError
 from reprieve.playground.bodies import MAX_CHOICES, Body, ChatBody, CompletionBody, RequestBody, read_body
-from reprieve.playground.limits import BodyLimit, Guard
-from reprieve.playground.metrics import Metrics
 from reprieve.playground.prompts import Prompts
 from reprieve.playground.protocol import Replies, error_body
 from reprieve.playground.settings import PlaygroundSettings
@@ -45,10 +43,24 @@ class UnknownModelError(RequestError):
     """A model that is not served here."""
 
 
+class BodyTooLargeError(ReprieveError):
+    """A request's body is too large."""
+
+
+class WrongKeyError(ReprieveError):
+    """A request without the API key."""
+
+
+_MOST_BYTES = 1 << 20  # of a request's body
+_MOST_READ = 16 * _MOST_BYTES  # of a body that is too large: a client may read the response only after it has sent all
+
+
 # Status and type of an error, by its class; the first that fits counts, and any other error is the server's fault.
 _ANSWERS: dict[type[Exception], tuple[int, str]] = {
     UnknownModelError: (404, "not_found_error"),
     SpecError: (400, "invalid_request_error"),
+    WrongKeyError: (401, "authentication_error"),
+    BodyTooLargeError: (413, "invalid_request_error"),
     QueueFullError: (429, "rate_limit_error"),
     StoppedError: (503, "service_unavailable_error"),
     TimedOutError: (504, "timeout_error"),
@@ -67,20 +79,19 @@ def create_app(service: Service) -> FastAPI:
         await asyncio.to_thread(worker.join)
 
     app = FastAPI(title="Reprieve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout_s=min(30.0, settings.timeout))
-    app.add_middleware(Guard, admits=service.admits, count=service.metrics.count_request)
     if settings.hosts is not None:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(settings.hosts))
 
     for kind in (HTTPException, ReprieveError, Exception):
         app.add_exception_handler(kind, _on_error)
-    app.add_api_route("/v1/completions", service.complete, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/models", service.models, methods=["GET"])
-    app.add_api_route("/v1/models/{name:path}", service.model, methods=["GET"])
-    app.add_api_route("/v1/reprieve", service.offer, methods=["GET"])
+    api = APIRouter(prefix="/v1", dependencies=[Depends(service.require_key)])
+    api.add_api_route("/completions", service.complete, methods=["POST"], response_model=None)
+    api.add_api_route("/chat/completions", service.chat, methods=["POST"], response_model=None)
+    api.add_api_route("/models", service.models, methods=["GET"])
+    api.add_api_route("/models/{name:path}", service.model, methods=["GET"])
+    api.add_api_route("/reprieve", service.offer, methods=["GET"])
+    app.include_router(api)
     app.add_api_route("/health", service.health, methods=["GET"])
-    app.add_api_route("/metrics", service.metrics_page, methods=["GET"])
     app.add_api_route("/", _playground, methods=["GET"])
     return app
 
@@ -97,16 +108,15 @@ class Service:
     worker: Worker
     menu: Menu
     prompts: Prompts
-    metrics: Metrics
     num_draft_tokens: NumDraftTokens
     example: str
 
-    def admits(self, headers: Headers) -> bool:
-        """Return whether a request carries the API key, if one is set."""
-        if self.settings.api_key is None:
-            return True
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), self.settings.api_key.encode())
+    async def require_key(self, request: Request) -> None:
+        """Refuse a request without the API key, if one is set."""
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        key = self.settings.api_key
+        if key is not None and not (scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), key.encode())):
+            raise WrongKeyError("a valid API key is needed: send it as Authorization: Bearer KEY")
 
     async def complete(self, request: Request) -> Response:
         """`POST /v1/completions`."""
@@ -151,10 +161,6 @@ class Service:
         """`GET /health`: the state of the queue."""
         return {"status": "ok", "waiting": self.worker.num_waiting, "busy": self.worker.busy}
 
-    async def metrics_page(self) -> PlainTextResponse:
-        """`GET /metrics`, for Prometheus."""
-        return PlainTextResponse(self.metrics.page(self.worker), media_type=self.metrics.content_type)
-
     def _model(self) -> dict[str, Any]:
         return {"id": self.settings.model_name, "object": "model", "created": 0, "owned_by": "reprieve"}
 
@@ -168,11 +174,26 @@ class Service:
         Raises:
             RequestError: its Content-Type is not JSON (other websites could send that through a browser), or it
                 cannot be accepted.
+            BodyTooLargeError: it is too large.
+            DisconnectedError: the client went away before it was complete.
         """
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if not (media_type.startswith("application/") and media_type.endswith(("/json", "+json"))):
             raise RequestError(None, "send a JSON object, with Content-Type: application/json")
-        return read_body(kind, await request.body())
+        pieces: list[bytes] = []
+        size = 0
+        try:
+            async for piece in request.stream():
+                size += len(piece)
+                if size <= _MOST_BYTES:
+                    pieces.append(piece)
+                elif size > _MOST_READ:
+                    break
+        except ClientDisconnect:
+            raise DisconnectedError("the client went away") from None
+        if size > _MOST_BYTES:
+            raise BodyTooLargeError(f"the request body must hold at most {_MOST_BYTES} bytes")
+        return read_body(kind, b"".join(pieces))
 
     async def _answer(
         self,
@@ -215,7 +236,7 @@ class Service:
     async def _events(self, job: QueuedRequest, request: Request) -> AsyncIterator[Piece | Finished]:
         """Yield the job's events until all choices are finished; cancel the job if the consumer stops earlier."""
         begun = time.monotonic()
-        left, first = len(job.prompts), True
+        left = len(job.prompts)
         watcher = asyncio.create_task(_watch(job, request))
         try:
             while left:
@@ -223,18 +244,11 @@ class Service:
                 try:
                     event = await asyncio.wait_for(job.events.get(), max(0.0, remaining))
                 except TimeoutError:
-                    self.metrics.ended.labels("timeout").inc()
                     raise TimedOutError(f"the request took longer than {self.settings.timeout:g} s") from None
                 if isinstance(event, Exception):
-                    if isinstance(event, DisconnectedError):
-                        self.metrics.ended.labels("disconnected").inc()
                     raise event
-                if first:
-                    self.metrics.first_token.observe(time.monotonic() - begun)
-                    first = False
                 left -= isinstance(event, Finished)
                 yield event
-            self.metrics.duration.observe(time.monotonic() - begun)
         finally:
             watcher.cancel()
             job.cancel()

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reprieve.bundles import BUNDLES
-from reprieve.certify.monitor import MonitorCheck, MonitorStatus, QualityMonitor, ServedAnswer
 from reprieve.drafters import DRAFTERS
 from reprieve.engine import Pair, SpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.heads.length import draft_tokens_for
 from reprieve.playground.app import Service, create_app
-from reprieve.playground.limits import PatientProtocol
-from reprieve.playground.metrics import Metrics
 from reprieve.playground.prompts import Prompts
 from reprieve.playground.settings import PlaygroundSettings
-from reprieve.playground.worker import Finished, QueuedRequest, Worker
+from reprieve.playground.worker import Worker
 from reprieve.policies.menu import Menu
 from reprieve.policies.policy import STRICT, Policy
 from reprieve.settings import AUTO, NumDraftTokens
-from reprieve.tasks import TaskProblem, load_task
+from reprieve.tasks import load_task
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-
-
-_MOST_CONNECTIONS = 16_384  # the queue limits requests, and a timeout limits connections without a request
 
 
 def make_app(
@@ -39,13 +31,12 @@ def make_app(
     policies: list[Policy],
     settings: PlaygroundSettings,
     *,
-    on_alarm: Callable[[MonitorStatus], None] = lambda status: None,
     announce: Callable[[str], None] = lambda line: None,
 ) -> FastAPI:
     """Create a server for the pair, with its rules built and its engine thread started.
 
-    The task in the settings defines when two answers are equal in the quality checks, and formats chats if the
-    tokenizer has no chat template. The default for a bundled pair is the pair's own task.
+    The task in the settings formats chats if the tokenizer has no chat template. The default for a bundled pair is the
+    pair's own task.
 
     Args:
         announce: called with a line about each rule.
@@ -53,33 +44,20 @@ def make_app(
     Raises:
         ReprieveError: a rule that the pair cannot serve.
         PairError: a head or a certificate made for another pair.
-        SpecError: quality checks without a task.
     """
     bundle = BUNDLES.get(pair.target_name)
     name = settings.task or (bundle.task if bundle else None)
     task = None if name is None else load_task(name)
     menu = Menu([_fitted(policy, pair, settings) for policy in policies])
-    metrics = Metrics()
     for policy in menu.policies.values():
         announce(f"offers {policy.describe()}")
-
-    def lossless() -> SpeculativeDecoder:
-        k = draft_tokens_for(settings.num_draft_tokens, STRICT)
-        return pair.decoder(STRICT, num_draft_tokens=k, drafter=settings.drafter)
-
-    decoders: dict[str | None, SpeculativeDecoder] = {None: lossless()}
+    k = draft_tokens_for(settings.num_draft_tokens, STRICT)
+    strict = pair.decoder(STRICT, num_draft_tokens=k, drafter=settings.drafter)
+    decoders: dict[str | None, SpeculativeDecoder] = {None: strict}
     for name, policy in menu.policies.items():
         k = _num_draft_tokens(policy, settings)
         decoders[name] = pair.decoder(policy.rule, num_draft_tokens=k, drafter=settings.drafter)
-    on_answer = [metrics.count_answer]
-    if settings.check_share:
-        if task is None:
-            raise SpecError("check_share needs a task, which says when two answers are the same: give --task")
-        check = MonitorCheck(lossless(), task)
-        monitor = QualityMonitor(check, share=settings.check_share, max_drop=settings.max_changed, on_alarm=on_alarm)
-        metrics.watch_quality(lambda: monitor.status)
-        on_answer.append(partial(_observe, monitor))
-    worker = Worker(decoders, max_waiting=settings.max_waiting, on_answer=on_answer)
+    worker = Worker(decoders, max_waiting=settings.max_waiting)
     service = Service(
         settings,
         worker,
@@ -91,25 +69,12 @@ def make_app(
             wrap=getattr(task, "wrap", None),  # without a chat template, chats are formatted like the task's problems
             settings=settings.prompt_settings,
         ),
-        metrics,
         num_draft_tokens=AUTO if isinstance(settings.num_draft_tokens, str) else settings.num_draft_tokens,
         example="" if bundle is None or task is None else task.problems("test", 7)[6].prompt,  # both models solve it
     )
     app = create_app(service)
     app.state.worker = worker
     return app
-
-
-def _observe(monitor: QualityMonitor, job: QueuedRequest, finished: Finished) -> None:
-    """Have the monitor also answer a relaxed request losslessly, in the background.
-
-    Without reference answers, it counts the answers that the rule changed: an upper bound on those that it made worse.
-    Only greedy requests are checked, since sampled answers differ anyway.
-    """
-    params = job.params[finished.index]
-    if not job.choice.strict and params.greedy:
-        problem = TaskProblem("", "", "", prompt_ids=tuple(job.prompts[finished.index]))
-        monitor.observe(ServedAnswer(problem, params, finished.generation.text))
 
 
 def require_free_port(settings: PlaygroundSettings) -> None:
@@ -139,13 +104,8 @@ def run(app: FastAPI, settings: PlaygroundSettings) -> None:
             ).start()  # no locks in a signal handler
             super().handle_exit(sig, frame)
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     config = uvicorn.Config(
         app,
-        http=PatientProtocol,
         host=settings.host,
         port=settings.port,
         access_log=False,

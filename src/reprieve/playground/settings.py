@@ -27,12 +27,9 @@ class PlaygroundSettings:
         timeout: Maximum duration of a request in seconds, including time in the queue.
         grace: Seconds that requests have to finish when the server shuts down.
         max_tokens: Maximum number of new tokens per answer.
-        max_body_bytes: Maximum size of a request body, in bytes.
         system_prompt: System message of chats that have none; needs a tokenizer with a chat template.
         thinking: on or off, for templates that support enable_thinking; chat_template_kwargs of a chat take precedence.
-        task: Task whose answers the quality checks compare.
-        check_share: Share of relaxed requests that are also answered losslessly.
-        max_changed: Raise an alarm once the share of changed answers provably exceeds this, such as 0.02 for 2%.
+        task: Task whose format chats get if the tokenizer has no chat template. Default: the bundled pair's.
     """
 
     model_name: str | None = None
@@ -45,19 +42,15 @@ class PlaygroundSettings:
     timeout: float = 120.0
     grace: float = 20.0
     max_tokens: int = 4096
-    max_body_bytes: int = 1 << 20
     system_prompt: str | None = None
     thinking: str | None = None
     task: str | None = None
-    check_share: float = 0.0
-    max_changed: float | None = None
 
     def __post_init__(self) -> None:
         require_draft_tokens(self.num_draft_tokens)
         for name in ("timeout", "grace"):
             require_range(name, getattr(self, name), 0, 1e6, low_open=True)
         require_whole("max_tokens", self.max_tokens, 1, 10**9)
-        require_whole("max_body_bytes", self.max_body_bytes, 1, 10**10)
         _ = self.prompt_settings  # refuses a thinking that is neither on nor off
         key = self.api_key
         if key is not None and not (key.isascii() and key.isprintable() and key.strip()):
@@ -65,11 +58,6 @@ class PlaygroundSettings:
         if not 0 <= self.port < 65536:
             raise SpecError(f"port must be in [0, 65535], got {self.port}")
         require_whole("max_waiting", self.max_waiting, 1, 1_000_000)
-        require_range("check_share", self.check_share, 0.0, 1.0)
-        if self.max_changed is not None:
-            require_range("max_changed", self.max_changed, 0.0, 1.0)
-            if not self.check_share:
-                raise SpecError("max_changed needs check_share above 0: without checks there is nothing to alert on")
 
     @property
     def prompt_settings(self) -> PromptSettings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -96,19 +96,11 @@ class Worker:
     Args:
         decoders: by rule of the menu; None for lossless.
         max_waiting: requests that may wait; more raise `QueueFullError`.
-        on_answer: called with each finished choice, in the thread.
     """
 
-    def __init__(
-        self,
-        decoders: Mapping[str | None, SpeculativeDecoder],
-        *,
-        max_waiting: int,
-        on_answer: Sequence[Callable[[QueuedRequest, Finished], None]] = (),
-    ) -> None:
+    def __init__(self, decoders: Mapping[str | None, SpeculativeDecoder], *, max_waiting: int) -> None:
         self._decoders = decoders
         self._max_waiting = max_waiting
-        self._on_answer = on_answer
         self._thread = ThreadPoolExecutor(1, "reprieve-engine")
         self._jobs: list[QueuedRequest] = []  # replaced, never changed, as other threads read it
 
@@ -174,7 +166,4 @@ class Worker:
                 job.send(Piece(index, token, text))
 
             generation = decoder.generate(prompt, params, dial=job.choice.rule.dial_value, on_token=take)
-            finished = Finished(index, generation)
-            for tell in self._on_answer:
-                tell(job, finished)
-            job.send(finished)
+            job.send(Finished(index, generation))
