@@ -6,10 +6,8 @@ pair = reprieve.load_pair()
 task = reprieve.load_task("word_problems")
 problems = task.problems("test", 10)
 params = reprieve.SamplingParams(max_new_tokens=task.max_new_tokens)
-head = reprieve.load_head("reprieve/miniature-judge")
-print(f"the head was trained on {head.training['num_tokens']} labels; it recommends {head.threshold:.2f}")
 
-for rule in ("lossless", "margin:delta=3", f"judge:threshold={head.threshold}"):
+for rule in ("lossless", "margin:delta=3", "judge:threshold=0.1"):
     decoder = pair.decoder(rule, num_draft_tokens=8)
     answers = [decoder.generate(problem.prompt, params) for problem in problems]
     pairs = zip(answers, problems, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -90,8 +91,14 @@ def test_certificates_travel_with_the_head(hub, tmp_path):
     loaded.push_to_hub("me/certified")
     again = load_head("me/certified")
     assert dict(again.certificates) == dict(loaded.certificates)
-    statement = json.loads(next(iter(again.certificates.values())))["statement"]
-    assert statement in (tmp_path / "hub" / "me" / "certified" / "README.md").read_text()
+
+
+def test_the_card_states_the_heads_own_certificates_only(tmp_path):
+    judge = load_head("reprieve/arithmetic-judge")
+    statement = json.loads(next(iter(judge.certificates.values())))["statement"]
+    assert statement in judge.card()
+    other = dataclasses.replace(random_head("judge"), certificates=judge.certificates)
+    assert statement not in other.card() and "Not certified" in other.card()
 
 
 @pytest.mark.parametrize("kind", KINDS)

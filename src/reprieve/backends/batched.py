@@ -35,8 +35,8 @@ class BatchedEngine(PairEngine):
     def refusal(self, arm: Arm, drafter: str) -> str:
         if reason := super().refusal(arm, drafter):
             return reason
-        if arm.truncation is not None or arm.folded:
-            return f"{'a head trained out of fold' if arm.folded else 'direct:'} needs --engine local"
+        if arm.truncation is not None:
+            return "direct: needs --engine local"
         if arm.rule is None:
             return ""
         if isinstance(arm.num_draft_tokens, str):

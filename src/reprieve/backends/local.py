@@ -18,7 +18,6 @@ from reprieve.drafters import DRAFTERS
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder, load_pair
 from reprieve.engine.processes import start_worker
 from reprieve.errors import EngineError, require_whole
-from reprieve.heads.folds import fold_of
 from reprieve.models.cached_model import shared_length
 from reprieve.settings import NumDraftTokens
 from reprieve.tasks import Task, TaskProblem, load_task
@@ -30,16 +29,14 @@ _COMPARED = 64  # prompts compared to find the common prefix
 
 @dataclass
 class _RunState:
-    """The run in progress: the beginning that its prompts share, and the decoders of each arm, one for each fold."""
+    """The run in progress: the beginning that its prompts share, and the decoder of each arm."""
 
     config: RunConfig
     prefix: list[int]
-    decoders: dict[str, list[SpeculativeDecoder]] = field(default_factory=dict)
+    decoders: dict[str, SpeculativeDecoder] = field(default_factory=dict)
 
     async def decode(self, arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:
-        folds = self.decoders[arm.label]
-        decoder = folds[fold_of(problem.problem_id, len(folds))]  # its head was not trained on this problem
-        return reply_of(arm, decoder.generate(prompt, params, timed=True))
+        return reply_of(arm, self.decoders[arm.label].generate(prompt, params, timed=True))
 
 
 @dataclass
@@ -119,7 +116,7 @@ class LocalEngine(PairEngine):
         answerer = Answerer(config, task, self.tokenizer, arms, problems, self._run.decode)
         for label in dict.fromkeys(job.arm for job in jobs):
             if label not in decoders:
-                decoders[label] = self._decoders(self._run, by_label[label])
+                decoders[label] = self._decoder(self._run, by_label[label])
                 asyncio.run(answerer.warm_up(by_label[label]))
         if self.num_parallel > 1:
             yield from self._answer_in_workers(config, arms, jobs)
@@ -162,13 +159,12 @@ class LocalEngine(PairEngine):
             self._workers = _Workers(config, set(self._arms), pool)
         return self._workers.pool
 
-    def _decoders(self, run: _RunState, arm: Arm) -> list[SpeculativeDecoder]:
+    def _decoder(self, run: _RunState, arm: Arm) -> SpeculativeDecoder:
         config = run.config
         conditions = config.conditions(self, arm)
-        decoders = arm.decoders(self.pair, drafter=config.drafter, task=config.task, conditions=conditions)
-        for decoder in decoders:
-            decoder.share_prefix(run.prefix)
-        return decoders
+        decoder = arm.decoder(self.pair, drafter=config.drafter, task=config.task, conditions=conditions)
+        decoder.share_prefix(run.prefix)
+        return decoder
 
     def _shared_prefix(self, problems: Sequence[TaskProblem]) -> list[int]:
         """Return the prompt tokens that the first problems share, such as a system prompt and examples."""

@@ -87,8 +87,6 @@ class ServedEngine(Engine):
             return "a server does not sample from a rule's truncation; use --engine local"
         if arm.vllm and self.deployer.settings.name != "vllm":
             return f"{arm.label} is vLLM's own method, which needs a server started for it: use --engine vllm"
-        if arm.folded:
-            return "a server holds one head, not its folds; use --engine local"
         if isinstance(arm.num_draft_tokens, str) and arm.rule is not None:
             return f"a server drafts a fixed number of tokens per round: give a number, as @K={SERVED_DRAFT_TOKENS}"
         return self.deployer.refusal(self._plan(arm, drafter), arm.rule)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from reprieve.errors import EngineError, ReprieveError, SpecError
-from reprieve.heads.folds import FoldedHead
 from reprieve.needs import Need
 from reprieve.rules import Rule
 
@@ -134,10 +133,10 @@ def _get(address: str, *, missing: str | None = None) -> str:
 
 
 def require_vllm_inputs(rule: Rule) -> None:
-    """Refuse a rule that vLLM cannot run: one with inputs that vLLM does not provide, or with out-of-fold heads.
+    """Refuse a rule with inputs that vLLM does not provide.
 
     Raises:
-        SpecError: names the input or the head.
+        SpecError: names the input.
     """
     for need, words in ((Need.DRAFT_HIDDEN, "the draft's hidden states"), (Need.ADVICE, "an advisor")):
         if need in rule.traits.needs:
@@ -147,6 +146,3 @@ def require_vllm_inputs(rule: Rule) -> None:
             f"rule {rule.spec} reads layer {min(other)}; vLLM hands out the last one (-1) only: train a "
             "head on that one, or use the local engine"
         )
-    for name, head in rule.heads:
-        if isinstance(head, FoldedHead):
-            raise SpecError(f"head {name!r} is out-of-fold: serve one head, not its folds")

@@ -14,9 +14,8 @@ from reprieve.drafters import DRAFTERS
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import SpecError, require_choice
 from reprieve.heads.certificates import Certificate, Conditions, pathless_spec
-from reprieve.heads.folds import FoldedHead
 from reprieve.heads.length import draft_tokens_for
-from reprieve.heads.loading import attach_heads, split_folds
+from reprieve.heads.loading import attach_heads
 from reprieve.rules import Rule, parse_rule
 from reprieve.settings import (
     AUTO,
@@ -105,11 +104,6 @@ class Arm:
             return dataclasses.replace(params, seed=wrapped_seed(params.seed + self.seed_shift))
         return dataclasses.replace(params, truncation=self.truncation, temperature=params.temperature or 1.0)
 
-    @property
-    def folded(self) -> bool:
-        """True if a head of its rule was trained out of fold."""
-        return self.rule is not None and any(isinstance(head, FoldedHead) for _, head in self.rule.heads)
-
     def decoder(
         self, pair: Pair, *, drafter: str = "draft", task: str | None = None, conditions: Conditions | None = None
     ) -> SpeculativeDecoder:
@@ -134,16 +128,6 @@ class Arm:
         The run itself checks a named certificate against its conditions.
         """
         return None if self.certificate is not None else conditions
-
-    def decoders(self, pair: Pair, *, drafter: str, task: str, conditions: Conditions) -> list[SpeculativeDecoder]:
-        """Return a decoder per fold (see `fold_of`) if a head of the rule was trained out of fold, else a single one.
-
-        Raises:
-            PairError: a head made for another pair.
-        """
-        rules = [None] if self.rule is None else split_folds(self.rule)
-        arms = [dataclasses.replace(self, rule=rule) for rule in rules]
-        return [arm.decoder(pair, drafter=drafter, task=task, conditions=conditions) for arm in arms]
 
 
 def rule_of(label: str) -> str:

@@ -38,14 +38,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train lts": ("train:TrainLts", "measure the constants of a target's bound (ARC-Decode)"),
     "train length": ("train:TrainLength", "train a head that decides how many tokens to draft"),
     "train eagle": ("train:TrainEagle", "train an EAGLE-3 drafting head on the target's own answers"),
-    "publish": ("publish:Publish", "upload heads, certificates and report to the Hugging Face Hub"),
     "rules": ("rules:Rules", "list rules with their parameters and sources"),
 }
 _GROUPS = {  # sections of `reprieve --help`, and their verbs
     "Decode": ("demo", "generate", "serve"),
     "Measure": ("bench", "report", "monitor", "rules"),
     "Prove": ("quickstart", "certify"),
-    "Train": ("mine", "labels", "train", "publish"),
+    "Train": ("mine", "labels", "train"),
 }
 
 

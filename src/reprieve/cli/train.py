@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from reprieve.cli import screen
 from reprieve.cli.command import Command
-from reprieve.errors import import_extra, require_whole
+from reprieve.errors import import_extra
 from reprieve.settings import PairSettings, ProblemSettings, SamplingParams, SamplingSettings
 from reprieve.training.settings import (
     ArbiterTraining,
@@ -44,42 +44,31 @@ class TrainHead(Command):
 
     Args:
         labels: Label store, from `reprieve mine`.
-        folds: Train one head per fold of the problems, without that fold (out-of-fold evaluation).
         out: Folder for the head.
     """
 
     settings: JudgeTraining | PivotTraining | StateArbiterTraining = field(metadata={"flag": False})
     labels: Path = Path("runs/labels")
-    folds: int | None = None
     pair: PairSettings = field(default_factory=PairSettings)
     out: Path = Path("heads/judge")
     offers_length: bool = field(default=True, metadata={"flag": False})  # False where a certificate follows
 
     def run(self) -> int:
         import_extra("sklearn", "labels")
-        from reprieve.heads.folds import MAX_FOLDS, MIN_FOLDS, fold_folder, fold_of, write_folds
         from reprieve.mining.store import LabelStore
 
         store = LabelStore(self.labels)
         pair = screen.load(self.pair, decodes=False)
         store.require_pair(pair.identity)
         problems = store.problems()
-        if self.folds is not None:
-            require_whole("folds", self.folds, MIN_FOLDS, MAX_FOLDS)
-            for fold in range(self.folds):
-                kept = [problem for problem in problems if fold_of(problem.problem_id, self.folds) != fold]
-                self._fit_one(pair, kept, store.manifest, fold_folder(self.out, fold))
-            write_folds(self.out, self.folds)
-            screen.say(f"out-of-fold heads: {self.out}   each problem is answered with the head that never saw it")
-        else:
-            head = self._fit_one(pair, problems, store.manifest, self.out)
-            screen.say(f"head: {self.out}   use it: reprieve bench --arm {head.kind}:path={self.out}")
-            if self.offers_length and head.drafter == "draft":
-                _offer_length(f"{head.kind}:path={self.out}", self.out)
+        head = self._fit(pair, problems, store.manifest, self.out)
+        screen.say(f"head: {self.out}   use it: reprieve bench --arm {head.kind}:path={self.out}")
+        if self.offers_length and head.drafter == "draft":
+            _offer_length(f"{head.kind}:path={self.out}", self.out)
         self.keep_config(self.out)
         return 0
 
-    def _fit_one(self, pair: Pair, problems: list[ProblemLabels], manifest: Mapping[str, Any], out: Path) -> Head:
+    def _fit(self, pair: Pair, problems: list[ProblemLabels], manifest: Mapping[str, Any], out: Path) -> Head:
         """Recompute the features of some labels, fit a head, save it and say how good it is."""
         from reprieve.heads.files import claim_head
         from reprieve.training.features import collect

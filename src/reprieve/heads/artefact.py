@@ -237,7 +237,12 @@ class Artefact(ModelHubMixin):
         """Return its model card, Markdown, with the certified statements first."""
         target, draft = self.pair.target, self.pair.draft if self.reads_draft else None
         rows = {"target": target, **({"draft": draft} if draft else {}), "task": self.task, **self.facts()}
-        promises = [f"> **Certified.** {parse_json(text)['statement']}" for text in self.certificates.values()]
+        certificates = [parse_json(text) for text in self.certificates.values()]
+        promises = [
+            f"> **Certified.** {certificate['statement']}"
+            for certificate in certificates
+            if self.fingerprint in certificate["portable_rule"]  # its folder may hold those of earlier weights
+        ]
         is_hub_id = target.count("/") == 1 and not target.startswith((".", "/"))
         return _MODEL_CARD.format(
             kind=self.kind,

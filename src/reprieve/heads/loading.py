@@ -6,27 +6,24 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from reprieve.bundles import BUNDLED_HEADS, bundle_of
 from reprieve.errors import SpecError
 from reprieve.heads.artefact import HEADS, Artefact
 from reprieve.heads.certificates import Conditions, read_certificates, warn_of_certificates
-from reprieve.heads.classifiers import Head
 from reprieve.heads.files import find_head, kind_of
-from reprieve.heads.folds import FoldedHead, fold_folder, read_folds
 from reprieve.identity import PairIdentity
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.learned import HeadRule, LearnedRule
 from reprieve.settings import describe_format
 
 
-def load_head(source: str | Path, *, kind: str | None = None) -> Artefact | FoldedHead:
-    """Load a head by folder, hub id or name of a bundled head; a folder of folds gives all its heads.
+def load_head(source: str | Path, *, kind: str | None = None) -> Artefact:
+    """Load a head by folder, hub id or name of a bundled head.
 
     Args:
         kind: judge, pivot, lts, arbiter or length; None accepts any kind.
@@ -37,11 +34,7 @@ def load_head(source: str | Path, *, kind: str | None = None) -> Artefact | Fold
     """
     if not isinstance(source, str | Path):
         raise SpecError(f"head must be a folder or a hub id, got {source!r}")
-    folds = read_folds(source)
-    wanted = HEADS.get(kind or kind_of(source if folds is None else fold_folder(source, 0)))
-    if folds is not None:
-        return FoldedHead.load(source, cast(type[Head], wanted).from_pretrained)
-    return wanted.from_pretrained(source)
+    return HEADS.get(kind or kind_of(source)).from_pretrained(source)
 
 
 def attach_heads(rule: Rule, target: str | None = None) -> Rule:
@@ -79,26 +72,6 @@ def _certified_threshold(rule: LearnedRule, source: str) -> float | None:
     return max(certified, key=lambda value: rule.with_dial(value).leniency, default=None)
 
 
-def split_folds(rule: Rule) -> list[Rule]:
-    """Return the rule once per fold, each with that fold's heads; only the rule itself if no head has folds.
-
-    Raises:
-        SpecError: heads of different numbers of folds.
-    """
-    sizes = {len(head.heads) for _, head in rule.heads if isinstance(head, FoldedHead)}
-    if not sizes:
-        return [rule]
-    if len(sizes) > 1:
-        raise SpecError(f"rule {rule.spec}: its heads must have the same number of folds, got {sorted(sizes)}")
-
-    def of_fold(part: Rule, fold: int) -> Rule:
-        if isinstance(part, HeadRule) and isinstance(part.head, FoldedHead):
-            return dataclasses.replace(part, head=part.head.heads[fold])
-        return part
-
-    return [rule.transform(functools.partial(of_fold, fold=fold)) for fold in range(sizes.pop())]
-
-
 def head_folders(rule: Rule) -> dict[str, Path]:
     """Return the folder of each of a rule's heads; heads in memory have none."""
     sources = [leaf.source for leaf in rule.leaves if isinstance(leaf, HeadRule) and leaf.source]
@@ -121,11 +94,10 @@ def require_heads_fit(
         head.require_pair(pair, name)
         if task is not None:
             warn_of_transfer(f"head {name!r}", head.task, task)
-        first = head.heads[0] if isinstance(head, FoldedHead) else head
         if drafter is not None:
-            _warn_of_drafter(name, first, drafter)
+            _warn_of_drafter(name, head, drafter)
         if here is not None:
-            _warn_of_conditions(name, first, here)
+            _warn_of_conditions(name, head, here)
     if here is not None and rule.heads:
         warn_of_certificates(rule, head_folders(rule), here)
 
@@ -169,19 +141,13 @@ def _warn_of_conditions(name: str, head: Artefact, here: Conditions) -> None:
 def seen_problems(rule: Rule, problems: Sequence[Any]) -> list[Any]:
     """Return the problems that one of the rule's heads was made from, identified by their questions.
 
-    For out-of-fold heads, each problem is checked against the head that was not trained on it. Heads made before 1.0 do
-    not record their problems.
+    Heads made before 1.0 do not record their problems.
 
     Args:
-        problems: of a task, with `problem_id` and `digest`.
+        problems: of a task, with `digest`.
     """
-    heads = [head for _, head in rule.heads]
-
-    def is_seen(problem: Any) -> bool:
-        answering = [head.of(problem.problem_id) if isinstance(head, FoldedHead) else head for head in heads]
-        return any(isinstance(head, Artefact) and problem.digest in head.problems for head in answering)
-
-    return [problem for problem in problems if is_seen(problem)]
+    seen = {digest for _, head in rule.heads if isinstance(head, Artefact) for digest in head.problems}
+    return [problem for problem in problems if problem.digest in seen]
 
 
 def name_problems(problems: Sequence[Any]) -> str:
