@@ -12,7 +12,7 @@ import pytest
 
 lm_eval = pytest.importorskip("lm_eval")
 
-from reprieve.bench.lm_eval_model import TASKS, ReprieveLM, _sampling  # noqa: E402
+from reprieve.bench.lm_eval_model import ReprieveLM, _sampling  # noqa: E402
 from reprieve.errors import SpecError  # noqa: E402
 from tests.kit.pairs import SMALL  # noqa: E402
 
@@ -50,7 +50,7 @@ def tasks(data):
         f"    train: {data}/train.jsonl\n    test: {data}/test.jsonl\n"
         "generation_kwargs:\n  until: ['Question:']\n  do_sample: false\n  max_gen_toks: 96\n"
     )
-    return [str(local), str(TASKS / "arithmetic.yaml")]
+    return [str(local), str(Path(__file__).parent / "lm_eval_tasks" / "arithmetic.yaml")]
 
 
 def answers(model, tasks, **model_args):

@@ -135,19 +135,12 @@ def test_folders_without_results_are_refused(folder, tmp_path, capsys):
     with pytest.raises(ReprieveError, match="neither a run"):
         write_report([tmp_path], tmp_path / "r.html")
     results = json.loads((folder / "results.json").read_text())
-    row = dataclasses.asdict(throughput_results("zzz"))
     for damaged, message in (
         ([], "must be an object of schema 2"),
         ({"schema": 1}, "must be an object of schema 2"),
         ({"schema": 2}, "config is missing"),
         ({**results, "arms": []}, "has no arms"),
         ({**results, "arms": [{**results["arms"][0], "accuracy": "all"}]}, "accuracy must be of type float"),
-        ({**results, "arms": [{**results["arms"][0], "accuracy": None}]}, "must have an accuracy"),
-        ({**results, "arms": [{**results["arms"][0], "accuracy_ci95": [0.1]}]}, "accuracy_ci95 must hold 2 numbers"),
-        ({**results, "arms": [{**results["arms"][0], "tokens_vs_lossless": []}]}, "tokens_vs_lossless must hold 3"),
-        ({**results, "num_problems": 0}, "num_problems must be at least 1"),
-        ({**results, "throughput": [row]}, "of the arms, got zzz"),
-        ({**results, "throughput": [{**row, "first_s": [1.0]}]}, "first_s must hold 2 numbers"),
     ):
         (tmp_path / "results.json").write_text(json.dumps(damaged))
         with pytest.raises(ReprieveError, match=message):

@@ -26,8 +26,6 @@ class FirstIsBetter:
 
     async def ask(self, prompt, *, attempt=0):
         self.num_asked += 1
-        if "double brackets" in prompt:
-            return "Fine. [[8]]"
         first, second = prompt.split("assistant A:")[1].split("assistant B:")
         second = second.split("Explain in a sentence")[0]
         if ("7" in first.split()) != ("7" in second.split()):
@@ -56,43 +54,26 @@ def test_a_judges_position_bias_cancels_out(pair, tmp_path):
         asked = chat.num_asked
         judge_run(tmp_path, problems, chat, replace(judging, **change))
         assert chat.num_asked > asked, change
-    graded = judge_run(tmp_path, problems, chat, replace(judging, grade=True))
-    assert all(row["mean_grade"] == 8.0 for row in graded["arms"])
-    asked = chat.num_asked
-    again = judge_run(tmp_path, problems, chat, replace(judging, grade=True, baseline="target_only"))
-    assert again["arms"] == graded["arms"] and chat.num_asked == asked, "a grade has no baseline"
     with pytest.raises(SpecError, match="baseline"):
         judge_run(tmp_path, problems, chat, replace(judging, baseline="nothing"))
     with pytest.raises(ReprieveError, match=r"no answers in problems\.jsonl"):
         judge_run(tmp_path / "none", problems, chat, judging)
 
 
-def a_verdict(problem, trial, kind, score):
-    return Verdict("a", problem, trial, kind, judge="j", baseline="lossless", num_votes=1, category="", votes=[],
-                   score=score)  # fmt: skip
+def a_verdict(problem, trial, score):
+    return Verdict("a", problem, trial, judge="j", baseline="lossless", num_votes=1, category="", votes=[], score=score)
 
 
 def test_trials_of_one_problem_are_not_independent_verdicts():
-    def verdicts(kind, scores):
-        return [
-            a_verdict(problem, trial, kind, score)
-            for problem, of_problem in zip("pqrs", scores, strict=True)
-            for trial, score in enumerate(of_problem)
-        ]
-
-    graded = summarise_verdicts(verdicts("grade", [[1.0] * 5, [10.0] * 5, [1.0] * 5, [10.0] * 5]), "lossless")["arms"][
-        0
-    ]
-    low, high = graded["mean_grade_ci95"]
-    assert (graded["mean_grade"], low, high) == (5.5, 1.0, 10.0), "four problems, however often each was graded"
-    compared = summarise_verdicts(verdicts("compare", [[1.0, 1.0]] * 4), "lossless")["arms"][0]
-    assert compared["equal_or_better_ci95"] == list(wilson_interval(4, 4)), "no interval of zero width"
+    verdicts = [a_verdict(problem, trial, 1.0) for problem in "pqrs" for trial in range(2)]
+    compared = summarise_verdicts(verdicts, "lossless")["arms"][0]
+    assert compared["equal_or_better_ci95"] == list(wilson_interval(4, 4)), "four problems, not eight"
 
 
 def test_a_damaged_verdict_is_named(tmp_path):
     path = tmp_path / "verdicts.jsonl"
     path.write_text(
-        '{"arm": "a", "problem_id": "p", "trial": 0, "kind": "grade", "judge": "j", "baseline": "lossless", '
+        '{"arm": "a", "problem_id": "p", "trial": 0, "judge": "j", "baseline": "lossless", '
         '"num_votes": 1, "category": "", "votes": [], "score": "x"}\n'
     )
     with pytest.raises(ReprieveError, match="line 1 is not a valid verdict: score must be of type float"):

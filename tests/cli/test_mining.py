@@ -29,7 +29,7 @@ def test_mine_show_train_and_decode_end_to_end(tmp_path, capsys):
     assert "mined now: 0, there before: 6" in capsys.readouterr().out
     assert main([*mine, "--variant", "naive"]) == 1
     assert "made with variant = 'search', this run has 'naive'" in capsys.readouterr().err
-    assert main(["labels", "show", str(store), "--problem", "train-0-3", "--no-color"]) == 0
+    assert main(["labels", "show", str(store), "--problem", "train-0-3"]) == 0
     assert "train-0-3 (mined)" in capsys.readouterr().out
     assert main(["labels", "show", str(store), "--problem", "nope"]) == 2
     assert main(["labels", "show", str(store), "--limit", "2", "--html", str(tmp_path / "x.html")]) == 0

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 
 import pytest
 
 from reprieve.errors import ReprieveError
 from reprieve.mining.annotations import read_annotations
-from reprieve.mining.show import html_page, shares_by_class, summarise_labels, terminal_text, token_class
+from reprieve.mining.show import shares_by_class, summarise_labels, terminal_text, token_class
 from tests.kit.mining import WordTokenizer
 from tests.mining.toys import labels
 
@@ -25,9 +24,6 @@ def test_labels_are_shown_with_alternatives_and_outcomes():
     assert "✗ 6" in shown.plain
     red = [shown.plain[span.start : span.end] for span in shown.spans if "red" in str(span.style)]
     assert any("5" in text for text in red)
-    page = html_page([item], tokenizer, title="a <b>")
-    assert "<title>a &lt;b&gt;</title>" in page and "<h2>p-1</h2>" in page
-    assert re.search(r'color: #[0-9a-f]{6}; font-weight: bold"> 5</span>.*\[6\].*✗ 6', page, re.DOTALL)
     harmless = dataclasses.replace(labels(important=False), response_ids=(1, 6, 9, 5, 0))
     assert "6[5]" in terminal_text(harmless, tokenizer).plain.replace(" ", "")
 

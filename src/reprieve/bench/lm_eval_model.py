@@ -1,14 +1,12 @@
 """lm-evaluation-harness (EleutherAI) with our decoders: the model type `reprieve`.
 
-Importing this module registers it. Releases after 0.4.13 find it by the package's entry point; with 0.4.13, either name
-a task file of `lm_eval_tasks/`, which imports this module, or use `python -m reprieve.bench.lm_eval_model` in the
-place of `lm_eval`. The harness caches answers itself (`--use_cache`).
+Importing this module registers it. Releases after 0.4.13 find it by the package's entry point; with 0.4.13, use
+`python -m reprieve.bench.lm_eval_model` in the place of `lm_eval`. The harness caches answers itself (`--use_cache`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +17,6 @@ from reprieve.bench.arms import LOSSLESS, make_arms
 from reprieve.engine import Pair, SamplingParams, load_pair
 from reprieve.errors import SpecError
 from reprieve.settings import AUTO, BUNDLED_PAIR, NumDraftTokens, read_draft_tokens
-
-TASKS = Path(__file__).parent / "lm_eval_tasks"
 
 
 @register_model("reprieve")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,6 @@ _FILE = "results.json"
 Interval = list[float]  # [low, high], 95%
 Difference = list[float]  # [difference, low, high], 95%, over the same problems
 Bounds = list[float]  # [lower, upper], such as two quantiles
-
-
-def _check_lengths(record: Any) -> None:
-    """Refuse intervals and differences of another length."""
-    lengths = {"Interval": 2, "Bounds": 2, "Difference": 3}
-    for item in fields(record):
-        value, length = getattr(record, item.name), lengths.get(str(item.type).removesuffix(" | None"))
-        if length is not None and value is not None and len(value) != length:
-            raise ValueError(f"{item.name} must hold {length} numbers, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +80,6 @@ class ArmResults:
     seconds_per_solved: float | None
     seconds_by_part: dict[str, float]
 
-    def __post_init__(self) -> None:
-        _check_lengths(self)
-
 
 @dataclass(frozen=True)
 class Allocation:
@@ -120,9 +108,6 @@ class ThroughputResults:
     per_token_s: Bounds
     pieces_s: Bounds
 
-    def __post_init__(self) -> None:
-        _check_lengths(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
@@ -144,15 +129,6 @@ class Results:
     arms: list[ArmResults]
     random_allocation: list[Allocation] = field(default_factory=list)
     throughput: list[ThroughputResults] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.arms and self.num_problems < 1:
-            raise ValueError(f"num_problems must be at least 1, got {self.num_problems}")
-        for arm in self.arms:
-            if self.graded and None in (arm.accuracy, arm.accuracy_ci95, arm.accuracy_vs_lossless):
-                raise ValueError(f"arm {arm.spec!r} must have an accuracy, its interval and its difference")
-        if unknown := {row.arm for row in self.throughput} - {arm.spec for arm in self.arms}:
-            raise ValueError(f"throughput must be of the arms, got {', '.join(sorted(unknown))}")
 
     @property
     def draft_length(self) -> NumDraftTokens:

@@ -60,31 +60,23 @@ class VerdictSettings:
         judge: openai:model=NAME,url=ADDRESS; the key comes from OPENAI_API_KEY. Default: no verdicts.
         baseline: Arm that the others are compared with.
         num_votes: Votes on each answer; each vote asks in both orders.
-        grade: Grade each answer from 1 to 10 instead (MT-Bench).
         num_in_flight: Questions to the judge at once.
     """
 
     judge: str | None = None
     baseline: str = "lossless"
     num_votes: int = 1
-    grade: bool = False
     num_in_flight: int = 8
 
     @property
-    def kind(self) -> str:
-        """Kind of the verdicts: "grade" or "compare"."""
-        return "grade" if self.grade else "compare"
-
-    @property
     def recorded(self) -> dict[str, Any]:
-        """The part of these settings that each verdict records; a grade does not depend on a baseline."""
-        baseline = "" if self.grade else self.baseline
-        return {"kind": self.kind, "judge": str(self.judge), "baseline": baseline, "num_votes": self.num_votes}
+        """The part of these settings that each verdict records."""
+        return {"judge": str(self.judge), "baseline": self.baseline, "num_votes": self.num_votes}
 
     def __post_init__(self) -> None:
         require_whole("votes", self.num_votes, 1)
         require_whole("in_flight", self.num_in_flight, 1)
-        for name in ("baseline", "num_votes", "grade", "num_in_flight"):
+        for name in ("baseline", "num_votes", "num_in_flight"):
             if self.judge is None and getattr(self, name) != getattr(type(self), name):
                 flag = name.removeprefix("num_").replace("_", "-")
                 raise SpecError(f"--{flag} requires --judge openai:model=NAME,url=ADDRESS")

@@ -1,10 +1,9 @@
-"""A language model compares a run's answers with the lossless ones, or grades them (AutoJudge, appendix L)."""
+"""A language model compares a run's answers with the lossless ones (AutoJudge, appendix L)."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,24 +21,16 @@ from reprieve.tasks import TaskProblem
 from reprieve.tasks.chat import FIRST_BETTER, SECOND_BETTER, Chat, ask_verdict
 from reprieve.types import Progress, no_progress
 
-_RATING = re.compile(r"\[\[\s*(\d+(?:\.\d+)?)\s*\]\]")
-_GRADE = """\
-Grade the assistant's last answer for helpfulness, relevance, accuracy, depth and clarity. Explain in a sentence or two,
-then end with a number from 1 to 10 in double brackets, such as [[7]].
-
-{conversation}"""
-
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judge's verdict on one answer: -1, 0 or 1 relative to the baseline's, or a grade from 1 to 10."""
+    """The judge's verdict on one answer: -1, 0 or 1 relative to the baseline's."""
 
     arm: str
     problem_id: str
     trial: int
-    kind: str  # "compare" or "grade"
     judge: str
-    baseline: str  # "" for a grade
+    baseline: str
     num_votes: int
     category: str
     votes: list[str]
@@ -74,16 +65,6 @@ async def compare_answers(
                     points.append(sign * ((vote in SECOND_BETTER) - (vote in FIRST_BETTER)))
         score = float(np.sign(sum(points))) if points else None
     return votes, score
-
-
-async def grade_answer(
-    chat: Chat, problem: TaskProblem, record: ProblemRecord, *, num_votes: int
-) -> tuple[list[str], float | None]:
-    """Grade an answer from 1 to 10, as MT-Bench does; return the votes and their mean."""
-    prompt = _GRADE.format(conversation=conversation(problem, record))
-    votes = [_RATING.findall(await chat.ask(prompt, attempt=number)) for number in range(num_votes)]
-    grades = [float(numbers[-1]) for numbers in votes if numbers and 1 <= float(numbers[-1]) <= 10]
-    return [str(grade) for grade in grades], sum(grades) / len(grades) if grades else None
 
 
 def conversation(problem: TaskProblem, record: ProblemRecord) -> str:
@@ -123,17 +104,15 @@ def judge_run(
         for record in records
         if (record.arm, record.problem_id, record.trial) not in done
         and record.problem_id in by_id
-        and (settings.grade or (record.arm != baseline and (record.problem_id, record.trial) in strict))
+        and record.arm != baseline
+        and (record.problem_id, record.trial) in strict
     ]
 
     async def judge(record: ProblemRecord) -> Verdict:
         problem = by_id[record.problem_id]
+        other = strict[record.problem_id, record.trial]
         try:
-            if settings.grade:
-                votes, score = await grade_answer(chat, problem, record, num_votes=num_votes)
-            else:
-                other = strict[record.problem_id, record.trial]
-                votes, score = await compare_answers(chat, problem, record, other, num_votes=num_votes)
+            votes, score = await compare_answers(chat, problem, record, other, num_votes=num_votes)
         except Exception as error:  # a server has many ways to refuse
             raise ReprieveError(f"the judge could not be asked: {type(error).__name__}: {error}") from None
         return Verdict(
@@ -155,7 +134,7 @@ def judge_run(
 
     asyncio.run(judge_all())
     document = summarise_verdicts(verdicts, baseline)
-    replace_file(folder / f"judged-{settings.kind}.json", json.dumps(document, indent=2) + "\n")
+    replace_file(folder / "judged.json", json.dumps(document, indent=2) + "\n")
     return document
 
 
@@ -172,7 +151,7 @@ def _answers(folder: Path, baseline: str) -> tuple[list[ProblemRecord], dict[tup
 
 
 def summarise_verdicts(verdicts: Sequence[Verdict], baseline: str) -> dict[str, Any]:
-    """Per arm and category: wins, ties and losses with the share of equal or better, or the mean grade."""
+    """Per arm and category: wins, ties and losses, with the share of equal or better."""
     arms = []
     for arm in dict.fromkeys(verdict.arm for verdict in verdicts):
         arm_verdicts = [verdict for verdict in verdicts if verdict.arm == arm]
@@ -180,7 +159,7 @@ def summarise_verdicts(verdicts: Sequence[Verdict], baseline: str) -> dict[str, 
         categories = sorted({verdict.category for verdict in arm_verdicts} - {""})
         row["categories"] = {name: _summary([v for v in arm_verdicts if v.category == name]) for name in categories}
         arms.append(row)
-    return {"schema": 1, "kind": verdicts[0].kind if verdicts else None, "baseline": baseline, "arms": arms}
+    return {"schema": 1, "baseline": baseline, "arms": arms}
 
 
 def _summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
@@ -189,8 +168,6 @@ def _summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     if not len(scores):
         return counts
     ids = [verdict.problem_id for verdict in verdicts if verdict.score is not None]
-    if verdicts[0].kind == "grade":
-        return {**counts, "mean_grade": float(scores.mean()), "mean_grade_ci95": list(grouped_interval(scores, ids))}
     wins, losses = int((scores > 0).sum()), int((scores < 0).sum())
     not_worse = len(scores) - losses
     return {

@@ -212,9 +212,6 @@ def _show_verdicts(run: Run, chat: Chat, settings: VerdictSettings, out: Path) -
 def _verdict_words(arm: dict[str, Any]) -> str:
     if not arm["num_judged"]:
         return "the judge gave no verdict"
-    if "mean_grade" in arm:
-        low, high = arm["mean_grade_ci95"]
-        return f"mean grade {arm['mean_grade']:.2f} [{low:.2f}, {high:.2f}], n = {arm['num_judged']}"
     low, high = arm["equal_or_better_ci95"]
     return (
         f"equal or better in {100 * arm['equal_or_better']:.1f}% [{100 * low:.1f}, {100 * high:.1f}] "

@@ -25,8 +25,6 @@ class ShowLabels(Command):
         store: Label store, from `reprieve mine`.
         problem: Problem id. Repeatable.
         limit: Number of problems to print, from the first, without --problem.
-        html: Write an HTML page to this file instead.
-        color: Force or disable colours. Default: colours on a terminal.
     """
 
     verb = "labels show"
@@ -35,22 +33,15 @@ class ShowLabels(Command):
     store: Path = field(metadata={"positional": True})
     problem: tuple[str, ...] = ()
     limit: int = 1
-    html: Path | None = None
-    color: bool | None = None
 
     def run(self) -> int:
         screen.quiet_transformers()
-        from reprieve.files import replace_file
-        from reprieve.mining.show import html_page, terminal_text
+        from reprieve.mining.show import terminal_text
 
         problems, tokenizer = _open(self.store)
         chosen = _choose(problems, self.problem, self.limit)
-        if self.html is not None:
-            replace_file(self.html, html_page(chosen, tokenizer, title=f"Labels of {self.store}"))
-            screen.say(f"{len(chosen)} problems: {self.html}")
-            return 0
         for labels in chosen:
-            screen.console(color=self.color).print(terminal_text(labels, tokenizer), soft_wrap=True)
+            screen.console().print(terminal_text(labels, tokenizer), soft_wrap=True)
         return 0
 
 

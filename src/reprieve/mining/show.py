@@ -1,16 +1,13 @@
-"""Labels for people: counts, and problems token by token in the terminal or as HTML, after AutoJudge's Figure 2."""
+"""Labels for people: counts, and problems token by token in the terminal, after AutoJudge's Figure 2."""
 
 from __future__ import annotations
 
-import html
-import io
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from reprieve.mining.store import NO_ANSWER, Mismatch, ProblemLabels
@@ -18,15 +15,6 @@ from reprieve.stats import wilson_interval
 
 _STYLES = {True: "bold red", False: "green", None: "yellow"}
 _CONTINUATION = 60  # maximum number of characters shown
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
-body {{ max-width: 52rem; margin: 2rem auto; padding: 0 1rem; }}
-pre {{ white-space: pre-wrap; line-height: 1.5; }}
-</style></head><body>
-<p>Tokens where draft and target differ: red if important, green if not, yellow if undecided; the other model's token
-in [brackets]. After the response, the continuation after each swap and its outcome.</p>
-{body}</body></html>
-"""
 
 
 @dataclass(frozen=True)
@@ -157,14 +145,3 @@ def _outcome(mismatch: Mismatch) -> str:
     elif mismatch.answer is not None:
         mark += f" {mismatch.answer[:40]}"
     return f"{mark} ({mismatch.reason})" if mismatch.reason else mark
-
-
-def html_page(problems: Sequence[ProblemLabels], tokenizer: Any, *, title: str) -> str:
-    """Return one page with the `terminal_text` of every problem."""
-    console = Console(record=True, file=io.StringIO(), color_system="truecolor")
-    body = ""
-    for problem in problems:
-        console.print(terminal_text(problem, tokenizer), soft_wrap=True)
-        shown = console.export_html(inline_styles=True, code_format="{code}")
-        body += f"<h2>{html.escape(problem.problem_id)}</h2>\n<pre>{shown}</pre>\n"
-    return _PAGE.format(title=html.escape(title), body=body)
