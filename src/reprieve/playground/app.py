@@ -6,7 +6,6 @@ import asyncio
 import hmac
 import json
 import secrets
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -29,10 +28,6 @@ from reprieve.policies.menu import Menu
 from reprieve.policies.policy import RequestError
 from reprieve.settings import NumDraftTokens, wrapped_seed
 from reprieve.types import Generation
-
-
-class TimedOutError(ReprieveError):
-    """A request exceeded the time limit."""
 
 
 class DisconnectedError(ReprieveError):
@@ -63,7 +58,6 @@ _ANSWERS: dict[type[Exception], tuple[int, str]] = {
     BodyTooLargeError: (413, "invalid_request_error"),
     QueueFullError: (429, "rate_limit_error"),
     StoppedError: (503, "service_unavailable_error"),
-    TimedOutError: (504, "timeout_error"),
     DisconnectedError: (499, "disconnected"),
 }
 
@@ -75,8 +69,7 @@ def create_app(service: Service) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        worker.close(settings.grace)  # with `run`, the signal handler has closed it already
-        await asyncio.to_thread(worker.join)
+        await asyncio.to_thread(worker.close)
 
     app = FastAPI(title="Reprieve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     if settings.hosts is not None:
@@ -235,16 +228,11 @@ class Service:
 
     async def _events(self, job: QueuedRequest, request: Request) -> AsyncIterator[Piece | Finished]:
         """Yield the job's events until all choices are finished; cancel the job if the consumer stops earlier."""
-        begun = time.monotonic()
         left = len(job.prompts)
         watcher = asyncio.create_task(_watch(job, request))
         try:
             while left:
-                remaining = begun + self.settings.timeout - time.monotonic()
-                try:
-                    event = await asyncio.wait_for(job.events.get(), max(0.0, remaining))
-                except TimeoutError:
-                    raise TimedOutError(f"the request took longer than {self.settings.timeout:g} s") from None
+                event = await job.events.get()
                 if isinstance(event, Exception):
                     raise event
                 left -= isinstance(event, Finished)
@@ -309,7 +297,7 @@ def _error_of(error: Exception) -> tuple[int, dict[str, Any]]:
 
 async def _on_error(request: Request, error: Exception) -> JSONResponse:
     status, body = _error_of(error)
-    return JSONResponse(body, status, headers={"Retry-After": "1"} if status in (429, 503) else None)
+    return JSONResponse(body, status, headers={"Retry-After": "1"} if status == 429 else None)
 
 
 async def _playground() -> HTMLResponse:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import sys
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -94,25 +93,15 @@ def require_free_port(settings: PlaygroundSettings) -> None:
 
 
 def run(app: FastAPI, settings: PlaygroundSettings) -> None:
-    """Serve until a stop signal; requests then have `grace` seconds to finish."""
+    """Serve until a stop signal, which ends running requests with an error."""
     import uvicorn
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
-            threading.Thread(
-                target=app.state.worker.close, args=(settings.grace,)
-            ).start()  # no locks in a signal handler
+            app.state.worker.stop()
             super().handle_exit(sig, frame)
 
-    config = uvicorn.Config(
-        app,
-        host=settings.host,
-        port=settings.port,
-        access_log=False,
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=int(settings.grace) + 10,  # the worker ends requests earlier, with an error message
-    )
-    Server(config).run()
+    Server(uvicorn.Config(app, host=settings.host, port=settings.port, access_log=False)).run()
 
 
 def _fitted(policy: Policy, pair: Pair, settings: PlaygroundSettings) -> Policy:

@@ -6,7 +6,7 @@ import contextlib
 import ipaddress
 from dataclasses import dataclass
 
-from reprieve.errors import SpecError, require_range, require_whole
+from reprieve.errors import SpecError, require_whole
 from reprieve.settings import AUTO, NumDraftTokens, PromptSettings, require_draft_tokens
 
 _LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
@@ -24,8 +24,6 @@ class PlaygroundSettings:
         port: Port to listen on; 0 picks a free one.
         api_key: Key that clients must send. Default: $REPRIEVE_API_KEY, if it is set.
         max_waiting: Maximum number of queued requests; further ones get status 429.
-        timeout: Maximum duration of a request in seconds, including time in the queue.
-        grace: Seconds that requests have to finish when the server shuts down.
         max_tokens: Maximum number of new tokens per answer.
         system_prompt: System message of chats that have none; needs a tokenizer with a chat template.
         thinking: on or off, for templates that support enable_thinking; chat_template_kwargs of a chat take precedence.
@@ -39,8 +37,6 @@ class PlaygroundSettings:
     port: int = 8000
     api_key: str | None = None
     max_waiting: int = 64
-    timeout: float = 120.0
-    grace: float = 20.0
     max_tokens: int = 4096
     system_prompt: str | None = None
     thinking: str | None = None
@@ -48,8 +44,6 @@ class PlaygroundSettings:
 
     def __post_init__(self) -> None:
         require_draft_tokens(self.num_draft_tokens)
-        for name in ("timeout", "grace"):
-            require_range(name, getattr(self, name), 0, 1e6, low_open=True)
         require_whole("max_tokens", self.max_tokens, 1, 10**9)
         _ = self.prompt_settings  # refuses a thinking that is neither on nor off
         key = self.api_key

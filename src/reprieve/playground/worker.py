@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -77,11 +76,6 @@ class QueuedRequest:
         self.cancelled = True
         self.work.cancel()
 
-    def fail(self, error: Exception) -> None:
-        """End the request with an error."""
-        self.cancel()
-        self.send(error)
-
     def send(self, event: Event) -> None:
         """Pass an event to the event loop of the request; called from the worker's thread."""
         try:
@@ -103,6 +97,7 @@ class Worker:
         self._max_waiting = max_waiting
         self._thread = ThreadPoolExecutor(1, "reprieve-engine")
         self._jobs: list[QueuedRequest] = []  # replaced, never changed, as other threads read it
+        self._stopped = False
 
     @property
     def num_waiting(self) -> int:
@@ -119,31 +114,26 @@ class Worker:
 
         Raises:
             QueueFullError: too many wait.
-            StoppedError: shutting down.
+            StoppedError: after `stop`.
         """
+        if self._stopped:
+            raise StoppedError("the server is shutting down")
         if self.num_waiting >= self._max_waiting:
             raise QueueFullError(f"{self._max_waiting} requests are waiting already; try again later")
-        try:
-            job.work = self._thread.submit(self._work, job)
-        except RuntimeError:
-            raise StoppedError("the server is shutting down") from None
+        job.work = self._thread.submit(self._work, job)
         self._jobs = [*(other for other in self._jobs if not other.work.done()), job]
 
-    def close(self, grace_s: float) -> None:
-        """Accept no more requests; current ones have `grace_s` seconds, then fail with an error. Returns at once."""
-        self._thread.shutdown(wait=False)
-        timer = threading.Timer(grace_s, self._end_all)
-        timer.daemon = True
-        timer.start()
-
-    def join(self) -> None:
-        """Wait until everything has ended, after `close`."""
-        self._thread.shutdown()
-
-    def _end_all(self) -> None:
+    def stop(self) -> None:
+        """End all requests with an error, and refuse further ones; may be called by a signal handler."""
+        self._stopped = True
         for job in self._jobs:
             if not job.work.done():
-                job.fail(StoppedError("the server is shutting down, and the request did not finish in time"))
+                job.cancel()
+                job.send(StoppedError("the server is shutting down"))
+
+    def close(self) -> None:
+        """Wait for the end of the current request."""
+        self._thread.shutdown(cancel_futures=True)
 
     def _work(self, job: QueuedRequest) -> None:
         try:
