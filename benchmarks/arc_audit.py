@@ -16,7 +16,7 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from arms import answer_params, flags_in_force, rule_arms, write_json
+from arms import answer_params, flags_in_force, require_file, rule_arms, write_json
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.cli.main import run_command
@@ -157,7 +157,7 @@ class AuditCommand(Command):
     def run(self) -> int:
         if self.active is not None:
             require_whole("--active", self.active, 2)
-        screen.require_file(self.out)
+        require_file(self.out)
         DRAFTERS.make(self.drafter)
         arms = rule_arms(self.rules, self.num_draft_tokens, target=self.pair.target)
         calibration = None if self.calibration is None else LtsCalibration.from_pretrained(self.calibration)

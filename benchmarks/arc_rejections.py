@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
-from arms import answer_params, flags_in_force, share_with_interval, write_json
+from arms import answer_params, flags_in_force, require_file, share_with_interval, write_json
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.cli.main import run_command
@@ -333,7 +333,7 @@ class Rejections(Command):
     out: Path | None = None
 
     def run(self) -> int:
-        screen.require_file(self.out)
+        require_file(self.out)
         pair, task, problems = screen.load_problems(self.pair, self.problems)
         measures: list[Agreement] = [SameAnswer(task)] if task.graded else []
         if self.embedding is not None:

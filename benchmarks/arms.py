@@ -56,6 +56,23 @@ def whole(lowest: int) -> Callable[[str], int]:
     return read
 
 
+def require_file(path: Path | None) -> None:
+    """Refuse, before any work, a path to which no file can be written; None means no file.
+
+    Raises:
+        SpecError: a folder, or a path below a file.
+        ReprieveError: its folder cannot be made.
+    """
+    if path is None:
+        return
+    if path.is_dir() or (path.parent.exists() and not path.parent.is_dir()):
+        raise SpecError(f"--out must name a file, got {str(path)!r}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ReprieveError(f"--out {str(path)!r} cannot be written: {error.strerror}") from None
+
+
 def bundled(name: str) -> Bundle:
     """Return the bundled pair that a flag names."""
     if (bundle := bundle_of(name)) is None:

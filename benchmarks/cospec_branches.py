@@ -19,7 +19,7 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from arms import answer_params, flags_in_force, share_with_interval, write_json
+from arms import answer_params, flags_in_force, require_file, share_with_interval, write_json
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.cli.main import run_command
@@ -213,7 +213,7 @@ class Branches(Command):
     def run(self) -> int:
         if self.num_draft_tokens is not None:
             require_whole("--num-draft-tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
-        screen.require_file(self.out)
+        require_file(self.out)
         rule = attach_heads(parse_rule(self.rule), self.pair.target)
         require_branches(rule, sampled=self.sampling.temperature > 0)
         pair, task, problems = screen.load_problems(self.pair, self.problems)

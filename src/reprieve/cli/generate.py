@@ -7,14 +7,12 @@ import json
 import math
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.display import STYLES
 from reprieve.errors import SpecError, require_choice
-from reprieve.files import replace_file
 from reprieve.settings import (
     AUTO,
     NumDraftTokens,
@@ -36,7 +34,6 @@ class Generate(Command):
     Args:
         prompt: The prompt; - reads it from standard input.
         rule: The rule, such as margin:delta=2.
-        dial: Value of the rule's threshold parameter (its dial), such as delta of margin. Default: the rule's own.
         drafter: draft, ngram:max_ngram=3, or eagle3:path=FOLDER.
         num_draft_tokens: K, drafted tokens per round; auto (adaptive), or auto:path=HEAD.
         max_new_tokens: Maximum number of new tokens.
@@ -48,8 +45,7 @@ class Generate(Command):
         seed: Same seed, same answer.
         color: Force or disable colours. Default: colours on a terminal.
         json: Print one JSON object instead.
-        trace: With --json or --out: every round in full.
-        out: Also write the JSON object to this file.
+        trace: With --json: every round in full.
     """
 
     verb = "generate"
@@ -57,7 +53,6 @@ class Generate(Command):
 
     prompt: str = field(metadata={"positional": True})
     rule: str = "lossless"
-    dial: float | None = None
     drafter: str = "draft"
     num_draft_tokens: NumDraftTokens = AUTO
     max_new_tokens: int = 256
@@ -69,7 +64,6 @@ class Generate(Command):
     color: bool | None = None
     json: bool = False
     trace: bool = False
-    out: Path | None = None
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     pair: PairSettings = field(default_factory=PairSettings)
 
@@ -79,9 +73,8 @@ class Generate(Command):
         require_choice("template", self.template, ("auto", "raw", "chat"))
         prompt_settings = self._prompt_settings
         require_draft_tokens(self.num_draft_tokens)
-        if self.trace and not self.json and self.out is None:
-            raise SpecError("--trace is written with the answer: it needs --json or --out")
-        screen.require_file(self.out)
+        if self.trace and not self.json:
+            raise SpecError("--trace needs --json")
         params = SamplingParams(
             **vars(self.sampling), max_new_tokens=self.max_new_tokens, seed=self.seed, stop=self.stop
         )
@@ -107,15 +100,11 @@ class Generate(Command):
         generation = decoder.generate(
             self._wrapped(text, pair.tokenizer, prompt_settings),
             params,
-            dial=self.dial,
             on_token=None if self.json else show,
             trace=self.trace,
         )
-        document = json.dumps(_as_json(generation, decoder.rule.spec, pair.tokenizer))
-        if self.out is not None:
-            replace_file(self.out, document + "\n")
         if self.json:
-            print(document)
+            print(json.dumps(_as_json(generation, decoder.rule.spec, pair.tokenizer)))
             return 0
         shown.print()
         screen.warn(

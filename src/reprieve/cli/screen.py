@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reprieve.errors import ReprieveError, SpecError, require_choice
+from reprieve.errors import require_choice
 from reprieve.settings import PairSettings, ProblemSettings
 
 if TYPE_CHECKING:
@@ -47,23 +47,6 @@ def command_line() -> str:
     path = Path(sys.argv[0]).parts
     start = next((path.index(name) for name in ("benchmarks", "recipes") if name in path), None)
     return shlex.join(["reprieve" if start is None else "/".join(path[start:]), *sys.argv[1:]])
-
-
-def require_file(path: Path | None) -> None:
-    """Refuse, before any work, a path to which no file can be written; None means no file.
-
-    Raises:
-        SpecError: a folder, or a path below a file.
-        ReprieveError: its folder cannot be made.
-    """
-    if path is None:
-        return
-    if path.is_dir() or (path.parent.exists() and not path.parent.is_dir()):
-        raise SpecError(f"--out must name a file, got {str(path)!r}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ReprieveError(f"--out {str(path)!r} cannot be written: {error.strerror}") from None
 
 
 def say(text: str) -> None:
