@@ -94,33 +94,6 @@ def text_pieces(tokenizer: Tokenizer, stop: tuple[str, ...], token_ids: list[int
     return pieces
 
 
-class _Stop:
-    """Search for one text in pieces of another, in linear time (Knuth, Morris and Pratt)."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.matched = 0  # length of its prefix that the text so far ends with
-        self._borders = [0] * len(text)  # for each prefix: length of its longest border
-        size = 0
-        for index in range(1, len(text)):
-            size = self._next(size, text[index])
-            self._borders[index] = size
-
-    def feed(self, piece: str) -> int | None:
-        """Return the stop text's start in the piece (negative if earlier), or None if it does not end there."""
-        for index, character in enumerate(piece):
-            self.matched = self._next(self.matched, character)
-            if self.matched == len(self.text):
-                self.matched = self._borders[-1]
-                return index + 1 - len(self.text)
-        return None
-
-    def _next(self, size: int, character: str) -> int:
-        while size and self.text[size] != character:
-            size = self._borders[size - 1]
-        return size + (self.text[size] == character)
-
-
 class TextStream:
     """Incremental decoder; `push` returns the text that has become final.
 
@@ -130,7 +103,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
         self.tokenizer = tokenizer
-        self._stops = [_Stop(text) for text in stop]
+        self._stops = stop
         self.text = ""  # without the stop text
         self.stopped = False
         self._ids: list[int] = []
@@ -159,17 +132,19 @@ class TextStream:
             return  # incomplete character
         new = window[len(known) :]
         self._context, self._read = self._read, len(self._ids)
-        ends = [len(self.text) + at for stop in self._stops if (at := stop.feed(new)) is not None]
+        before = len(self.text)
         self.text += new
-        if ends:
-            self.text, self.stopped = self.text[: min(ends)], True
+        found = [self.text.find(stop, max(0, before + 1 - len(stop))) for stop in self._stops]
+        if starts := [start for start in found if start >= 0]:
+            self.text, self.stopped = self.text[: min(starts)], True
 
     def _decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def _certain(self) -> int:
         """Return the length of the text that no stop text can still remove."""
-        return len(self.text) - max((stop.matched for stop in self._stops), default=0)
+        begun = (size for stop in self._stops for size in range(1, len(stop)) if self.text.endswith(stop[:size]))
+        return len(self.text) - max(begun, default=0)
 
     def _release(self, end: int) -> str:
         new = self.text[self._released : end]
