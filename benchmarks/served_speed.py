@@ -72,7 +72,7 @@ def measure(
     Raises:
         SpecError: fewer problems than the turns need.
     """
-    size = max(options.fewest, 2 * concurrency)
+    size = max(options.min_problems, 2 * concurrency)
     problems = task.problems("test", size * options.turns)
     if len(problems) < size * options.turns:
         raise SpecError(
@@ -103,20 +103,25 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=whole(1), default=None, help="default: the task's")
     parser.add_argument("--concurrency", type=whole(1), nargs="+", default=[1, 8, 32], help="requests in flight")
     parser.add_argument("--turns", type=whole(1), default=5)
-    parser.add_argument("--fewest", type=whole(1), default=4, help="problems a turn; from there, twice the requests")
+    parser.add_argument("--min-problems", type=whole(1), default=4, help="per turn; else twice the requests in flight")
     parser.add_argument("--out", type=Path, default=Path("runs/served-speed"))
     options = parser.parse_args()
     servers = [Server.at(address, options) for address in options.server]
     arms = [arm for server in servers for arm in server.arms]
-    if TARGET_ONLY not in {arm.label for arm in arms}:
+    labels = [arm.label for arm in arms]
+    if TARGET_ONLY not in labels:
         raise EngineError("one --server must hold the target alone, without speculation")
+    if len(set(labels)) < len(labels):
+        raise SpecError(f"servers must differ in K or drafter, got the arms {', '.join(labels)}")
     prompt = PromptSettings(options.chat_template, options.system_prompt, max_new_tokens=options.max_new_tokens)
     task = with_prompts(load_task(options.task), servers[0].engine.tokenizer, prompt)
     facts = servers[-1].engine.facts
     parts = {}
     for concurrency in options.concurrency:
         turns = measure(servers, task, concurrency=concurrency, options=options)
-        counts = f"{options.turns} turns of {max(options.fewest, 2 * concurrency)} problems, {concurrency} at once"
+        counts = (
+            f"{options.turns} turns of {max(options.min_problems, 2 * concurrency)} problems, {concurrency} at once"
+        )
         note = f"{task.name}, {counts}, greedy, {facts.dtype}, vLLM {facts.engine_version}, runner {facts.runner}."
         parts[f"concurrency_{concurrency}"] = table(turns, arms, note)
         write_parts(options.out / "served_speed.json", parts)

@@ -67,13 +67,26 @@ def test_no_alarm_without_a_drop_and_only_a_share_is_checked():
     assert again.jobs == engine.jobs, "the same problems with the same seed"
 
 
-def test_answers_count_in_the_order_of_problems():
+def test_answers_count_in_the_order_that_was_drawn_not_as_they_finish():
     drops = [1.0, 0.0, 0.0, 1.0] * 10
-    final, statuses = watched(Answers(drops, seed=3))
-    in_order, _ = watched(Answers(drops))
-    assert (final.interval, final.drop) == (in_order.interval, in_order.drop)
+    shuffled, in_order = Answers(drops, seed=3), Answers(drops)
+    final, statuses = watched(shuffled)
+    expected, _ = watched(in_order)
+    assert (final.interval, final.drop) == (expected.interval, expected.drop)
+    drawn = list(dict.fromkeys(job.number for job in in_order.jobs))
+    assert drawn != sorted(drawn), "a file may be ordered by difficulty"
     for status in statuses:
-        assert status.drop * status.num_checked == sum(drops[: status.num_checked])
+        assert status.drop * status.num_checked == sum(drops[number] for number in drawn[: status.num_checked])
+
+
+def test_problems_with_one_id_are_refused():
+    class Twice(ToyTask):
+        def problems(self, split, limit, *, offset=0):
+            return super().problems(split, 1) * 2
+
+    config = SimpleNamespace(split="test", limit=2, offset=0, seed=0)
+    with pytest.raises(SpecError, match="different ids, got 2 problems with 1 ids"):
+        watch(Answers([0.0, 0.0]), config, Twice(), RELAXED, STRICT, ALL)
 
 
 def test_failed_answers_are_counted_and_say_nothing_about_quality():

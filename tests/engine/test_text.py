@@ -1,6 +1,5 @@
 """Stop texts: found across token boundaries, held back no longer than needed."""
 
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

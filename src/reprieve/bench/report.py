@@ -40,7 +40,8 @@ def write_report(folders: Sequence[Path], path: Path, *, title: str = "") -> Pat
         runs += [] if results is None else [_run_view(results, read_answers(folder))]
         its_certificates = _certificates_in(folder)
         certificates += its_certificates
-        judged += [read_json(judgement, "the file") for judgement in sorted(folder.glob("judged.json"))]
+        if (folder / "judged.json").is_file():
+            judged.append(read_json(folder / "judged.json", "the verdicts"))
         if results is None and not its_certificates:
             raise ReprieveError(f"{str(folder)!r} holds neither a run (results.json) nor a certificate")
     if not folders:

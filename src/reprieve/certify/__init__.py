@@ -1,1 +1,1 @@
-"""Proofs that a rule loses little: bounds, certificates, and a monitor while serving."""
+"""Proofs that a rule loses little: bounds, certificates, and a monitor."""

@@ -83,7 +83,7 @@ class ConfidenceSequence:
     For every candidate mean on a grid, gamblers bet on both sides of it with constant bets of different sizes. A
     candidate is excluded once their mean capital reaches 1 / (1 - confidence). By Ville's inequality, the true mean is
     ever excluded with at most that probability, however often one looks (Waudby-Smith and Ramdas, arXiv 2010.09686,
-    section 4). Problems must come in random order, as randomly selected requests do.
+    section 4). Problems must come in random order.
 
     Args:
         confidence: in [0.5, 1).

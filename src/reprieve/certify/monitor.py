@@ -16,7 +16,7 @@ from reprieve.bench.engine import Engine, Job, RunConfig
 from reprieve.bench.records import ProblemRecord
 from reprieve.certify.bounds import ConfidenceSequence
 from reprieve.certify.settings import MonitorSettings
-from reprieve.errors import ReprieveError
+from reprieve.errors import ReprieveError, SpecError
 from reprieve.tasks import Task, TaskProblem
 
 
@@ -25,6 +25,7 @@ class MonitorStatus:
     """Results so far. The interval holds at all times at once, with the monitor's confidence.
 
     Args:
+        num_answered: relaxed answers, those that failed included.
         num_failed: checks whose relaxed or lossless answer failed.
         drop: mean of strict - relaxed quality over the checked problems.
         alarm: whether the drop is proved larger than allowed: the interval's lower end is above `max_drop`.
@@ -62,25 +63,26 @@ def watch(
 ) -> MonitorStatus:
     """Answer a run's problems with one arm, and a random share of them with the other; return the final status.
 
-    Differences are counted in the order of the problems, so that quick answers do not count first. An alarm stays.
+    Problems are answered in random order, and differences counted in that order, so that fast answers are not counted
+    first. An alarm stays.
 
     Args:
-        on_status: called after each relaxed answer, and after each check.
+        on_status: called after each answer, relaxed or lossless.
 
     Raises:
+        SpecError: two problems with one id.
         EngineError: a server died.
         ReprieveError: every problem failed.
     """
     problems = task.problems(config.split, config.limit, offset=config.offset)
     number_of = {problem.problem_id: number for number, problem in enumerate(problems)}
+    if len(number_of) < len(problems):
+        raise SpecError(f"problems must have different ids, got {len(problems)} problems with {len(number_of)} ids")
     draw = random.Random(config.seed)
-    records: dict[int, dict[str, ProblemRecord]] = {
-        number: {} for number in range(len(problems)) if draw.random() < settings.share
-    }
+    order = draw.sample(range(len(problems)), len(problems))
+    records: dict[int, dict[str, ProblemRecord]] = {number: {} for number in order if draw.random() < settings.share}
     jobs = [
-        Job(arm.label, number, 0)
-        for number in range(len(problems))
-        for arm in ([relaxed, strict] if number in records else [relaxed])
+        Job(arm.label, number, 0) for number in order for arm in ([relaxed, strict] if number in records else [relaxed])
     ]
     sequence = ConfidenceSequence(confidence=settings.confidence)
     status = MonitorStatus(0, 0, 0, sequence.mean, sequence.interval, alarm=False)
@@ -94,11 +96,11 @@ def watch(
             records[number][record.arm] = record
         while waiting and len(records[waiting[0]]) == 2:
             number = waiting.popleft()
-            own, lossless = (records[number][arm.label] for arm in (relaxed, strict))
-            if own.error or lossless.error:
+            relaxed_record, strict_record = (records[number][arm.label] for arm in (relaxed, strict))
+            if relaxed_record.error or strict_record.error:
                 num_failed += 1
             else:
-                sequence.update(drop_of(task, problems[number], lossless, own))
+                sequence.update(drop_of(task, problems[number], strict_record, relaxed_record))
                 alarm = alarm or (settings.max_drop is not None and sequence.interval[0] > settings.max_drop)
         num_answered = status.num_answered + (record.arm == relaxed.label)
         status = MonitorStatus(num_answered, sequence.num, num_failed, sequence.mean, sequence.interval, alarm)

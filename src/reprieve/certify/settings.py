@@ -74,7 +74,7 @@ class MonitorSettings:
     """Quality monitor.
 
     Args:
-        share: Share of requests that are also answered losslessly.
+        share: Share of answers that are checked against lossless ones.
         max_drop: Alarm once the drop is proved larger than this.
         confidence: Confidence of the interval, which is valid at any time.
     """

@@ -100,6 +100,8 @@ class Monitor(Command):
         if relaxed.rule is None or relaxed.rule.dial is None:
             raise SpecError(f"--rule must be a relaxed rule: there is nothing to watch in {self.rule!r}")
         problems = self.problems
+        if problems.num_trials > 1:
+            raise SpecError(f"--trials must be 1 for a monitor, got {problems.num_trials}")
         with screen.engine_and_task(self.engine, self.pair, problems) as (engine, task):
             config = RunConfig.of(engine, [strict, relaxed], problems, command=screen.command_line())
             if relaxed.certificate is not None:

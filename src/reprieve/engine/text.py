@@ -143,8 +143,14 @@ class TextStream:
 
     def _certain(self) -> int:
         """Return the length of the text that no stop text can still remove."""
-        begun = (size for stop in self._stops for size in range(1, len(stop)) if self.text.endswith(stop[:size]))
-        return len(self.text) - max(begun, default=0)
+        return min((self._begins(stop) for stop in self._stops), default=len(self.text))
+
+    def _begins(self, stop: str) -> int:
+        """Return where the text could begin to end with a stop text; its end if nowhere."""
+        start = self.text.find(stop[0], max(0, len(self.text) + 1 - len(stop)))
+        while start >= 0 and not stop.startswith(self.text[start:]):
+            start = self.text.find(stop[0], start + 1)
+        return len(self.text) if start < 0 else start
 
     def _release(self, end: int) -> str:
         new = self.text[self._released : end]

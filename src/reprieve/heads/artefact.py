@@ -48,8 +48,8 @@ pip install reprieve
 reprieve bench --target {target} --draft {draft_or_yours} --arm {use}
 ```
 
-Reprieve refuses to use it with weights or a tokenizer other than those it was made for. On another task, measure the
-loss of accuracy first.
+`THIS` stands for this repository or folder. Reprieve refuses to use it with weights or a tokenizer other than those it
+was made for. On another task, measure the loss of accuracy first.
 """
 
 
@@ -241,7 +241,7 @@ class Artefact(ModelHubMixin):
         promises = [
             f"> **Certified.** {certificate['statement']}"
             for certificate in certificates
-            if self.fingerprint in certificate["portable_rule"]  # its folder may hold those of earlier weights
+            if self.fingerprint in certificate.get("portable_rule", "")  # its folder may hold those of earlier weights
         ]
         is_hub_id = target.count("/") == 1 and not target.startswith((".", "/"))
         return _MODEL_CARD.format(

@@ -24,6 +24,8 @@ from reprieve.tasks import load_task
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+_GRACE_S = 10  # for clients that do not read their response, or have not sent the whole request
+
 
 def make_app(
     pair: Pair,
@@ -101,7 +103,10 @@ def run(app: FastAPI, settings: PlaygroundSettings) -> None:
             app.state.worker.stop()
             super().handle_exit(sig, frame)
 
-    Server(uvicorn.Config(app, host=settings.host, port=settings.port, access_log=False)).run()
+    config = uvicorn.Config(
+        app, host=settings.host, port=settings.port, access_log=False, timeout_graceful_shutdown=_GRACE_S
+    )
+    Server(config).run()
 
 
 def _fitted(policy: Policy, pair: Pair, settings: PlaygroundSettings) -> Policy:

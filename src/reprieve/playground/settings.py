@@ -27,7 +27,7 @@ class PlaygroundSettings:
         max_tokens: Maximum number of new tokens per answer.
         system_prompt: System message of chats that have none; needs a tokenizer with a chat template.
         thinking: on or off, for templates that support enable_thinking; chat_template_kwargs of a chat take precedence.
-        task: Task whose format chats get if the tokenizer has no chat template. Default: the bundled pair's.
+        task: Task that formats chats if the tokenizer has no chat template. Default: the bundled pair's.
     """
 
     model_name: str | None = None

@@ -122,6 +122,8 @@ class Worker:
             raise QueueFullError(f"{self._max_waiting} requests are waiting already; try again later")
         job.work = self._thread.submit(self._work, job)
         self._jobs = [*(other for other in self._jobs if not other.work.done()), job]
+        if self._stopped:  # by a signal, after the check above
+            self.stop()
 
     def stop(self) -> None:
         """End all requests with an error, and refuse further ones; may be called by a signal handler."""
