@@ -184,21 +184,26 @@ def table(turns: dict[str, list[Turn]], arms: Sequence[Arm], note: str) -> dict[
     return part(head, rows, note)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_pair_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name the pair, its precision, its task and its prompt format."""
     parser.add_argument("--target", default="reprieve/miniature")
     parser.add_argument("--draft", default=None)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--task", default="word_problems")
     parser.add_argument("--chat-template", action="store_true")
     parser.add_argument("--system-prompt", default=None)
+    parser.add_argument("--max-new-tokens", type=whole(1), default=None, help="default: the task's")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_pair_flags(parser)
     parser.add_argument("--drafter", default="draft")
     parser.add_argument("--arm", action="append", default=[], help="as in `reprieve bench`")
     parser.add_argument("--num-draft-tokens", type=whole(1), default=4)
     parser.add_argument("--rows", type=whole(1), nargs="+", default=[1, 32])
     parser.add_argument("--limit", type=whole(1), default=6, help="problems with one row, one a turn")
     parser.add_argument("--turns", type=whole(1), default=5, help="turns with more rows")
-    parser.add_argument("--max-new-tokens", type=whole(1), default=None, help="default: the task's")
     parser.add_argument("--out", type=Path, default=Path("runs/batch-speed"))
     options = parser.parse_args()
     pair = reprieve.load_pair(options.target, options.draft, dtype=options.dtype)

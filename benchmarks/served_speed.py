@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arms import run, whole, write_parts
-from batch_speed import Turn, table
+from batch_speed import Turn, add_pair_flags, table
 from reprieve.backends.factory import make_engine
 from reprieve.backends.served import ServedEngine
 from reprieve.backends.servers import facts_of
@@ -94,13 +94,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server", action="append", required=True, help="URL, or URL@drafter=DRAFTER; repeatable")
-    parser.add_argument("--target", default="reprieve/miniature")
-    parser.add_argument("--draft", default=None)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--task", default="word_problems")
-    parser.add_argument("--chat-template", action="store_true")
-    parser.add_argument("--system-prompt", default=None)
-    parser.add_argument("--max-new-tokens", type=whole(1), default=None, help="default: the task's")
+    add_pair_flags(parser)
     parser.add_argument("--concurrency", type=whole(1), nargs="+", default=[1, 8, 32], help="requests in flight")
     parser.add_argument("--turns", type=whole(1), default=5)
     parser.add_argument("--min-problems", type=whole(1), default=4, help="per turn; else twice the requests in flight")
