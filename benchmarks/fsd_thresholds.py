@@ -17,7 +17,7 @@ from reprieve.backends.settings import EngineSettings
 from reprieve.bench.arms import LOSSLESS, Arm, make_arms
 from reprieve.bench.engine import Engine, RunConfig
 from reprieve.bench.results import Results, best_ks
-from reprieve.bench.run import Run, run_arms
+from reprieve.bench.run import Run
 from reprieve.bench.settings import RunSettings
 from reprieve.bench.summary import summarise
 from reprieve.cli import screen
@@ -163,14 +163,9 @@ class FsdProtocol:
         return dataclasses.replace(arm, num_draft_tokens=min(longer), names_k=True)
 
     def _pilot(self, engine: Engine, task: Task, folder: Path, arms: list[Arm], progress: Progress) -> Results | None:
-        run = run_arms(
-            RunConfig.of(engine, arms, self.settings.run, command=self.command),
-            arms,
-            engine,
-            task,
-            folder,
-            progress=progress,
-        )
+        config = RunConfig.of(engine, arms, self.settings.run, command=self.command)
+        run = Run(config, arms, engine, task, folder)
+        run.measure(progress=progress)
         return summarise(run) if run.complete else None
 
     def _climb(

@@ -10,7 +10,7 @@ from reprieve.backends.local import LocalEngine
 from reprieve.backends.settings import BatchedSettings, EngineSettings
 from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
-from reprieve.bench.run import Run, run_arms
+from reprieve.bench.run import Run
 from reprieve.bench.settings import RunSettings
 from reprieve.bench.summary import summarise
 from reprieve.cli.main import main
@@ -19,6 +19,7 @@ from reprieve.errors import ReprieveError, SpecError
 from reprieve.settings import PromptSettings, SamplingSettings
 from reprieve.tasks import load_task
 from reprieve.tasks.prompting import with_prompts
+from tests.bench.toys import run_arms
 from tests.kit.pairs import ARITHMETIC, SMALL
 
 SPECS = ("judge:threshold=0.2", "top_k:k=4", "margin:delta=1@K=4")

@@ -13,7 +13,7 @@ from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
 from reprieve.bench.records import RecordFile
 from reprieve.bench.report import write_report
-from reprieve.bench.run import Run, run_arms
+from reprieve.bench.run import Run
 from reprieve.bench.settings import RunSettings, SpeedSettings
 from reprieve.bench.summary import summarise
 from reprieve.cli.main import main
@@ -21,6 +21,7 @@ from reprieve.errors import EngineError, SpecError
 from reprieve.settings import PairSettings, SamplingSettings
 from reprieve.tasks import load_task
 from reprieve.tasks.prompting import with_prompts
+from tests.bench.toys import run_arms
 from tests.kit.pairs import ARITHMETIC, SMALL
 from tests.kit.servers import PairServer
 

@@ -8,13 +8,12 @@ from reprieve.backends.local import LocalEngine
 from reprieve.bench.answering import spans_of
 from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
-from reprieve.bench.run import run_arms
 from reprieve.bench.summary import summarise
 from reprieve.engine.text import text_pieces
 from reprieve.errors import SpecError
 from reprieve.settings import PromptSettings, SamplingParams
 from reprieve.tasks.prompting import Conversation, PromptFormat
-from tests.bench.toys import TwoTurns, run, settings
+from tests.bench.toys import TwoTurns, run, run_arms, settings
 from tests.kit.tiny import NumberTokenizer
 
 

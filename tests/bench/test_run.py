@@ -18,14 +18,13 @@ from reprieve.bench.figures import draw_frontier
 from reprieve.bench.records import RecordFile, read_answers
 from reprieve.bench.report import write_report
 from reprieve.bench.results import ArmResults, Results
-from reprieve.bench.run import run_arms
 from reprieve.bench.settings import RunSettings
 from reprieve.bench.summary import summarise
 from reprieve.engine import SpeculativeDecoder
 from reprieve.errors import ReprieveError
 from reprieve.settings import SamplingSettings
 from reprieve.tasks import TaskProblem
-from tests.bench.toys import run, settings
+from tests.bench.toys import run, run_arms, settings
 from tests.kit.toys import ToyTask
 
 ARMS = ["top_k:k=3", "margin:delta=2.0", "random:rate=0.5"]

@@ -9,13 +9,12 @@ import pytest
 from reprieve.backends.local import LocalEngine
 from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
-from reprieve.bench.run import run_arms
 from reprieve.bench.settings import VerdictSettings
 from reprieve.bench.verdicts import Verdict, judge_run, summarise_verdicts
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.files import read_records
 from reprieve.stats import wilson_interval
-from tests.bench.toys import TwoTurns, settings
+from tests.bench.toys import TwoTurns, run_arms, settings
 
 
 class FirstIsBetter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reprieve.backends.local import LocalEngine
 from reprieve.bench.engine import RunConfig
-from reprieve.bench.run import run_arms
+from reprieve.bench.run import Run
 from reprieve.bench.settings import RunSettings
 from reprieve.tasks import TaskProblem
 from tests.kit.toys import ToyTask
@@ -12,6 +12,13 @@ from tests.kit.toys import ToyTask
 
 def settings(**changes):
     return RunSettings(**{"task": "toy", "limit": 6, **changes})
+
+
+def run_arms(config, arms, engine, task, folder, **options):
+    """Measure the arms of a run, and return the run."""
+    run = Run(config, arms, engine, task, folder)
+    run.measure(**options)
+    return run
 
 
 def run(pair, arms, folder, **changes):

@@ -18,7 +18,6 @@ from reprieve.backends.throughput import measure_throughput
 from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
 from reprieve.bench.records import RecordFile
-from reprieve.bench.run import run_arms
 from reprieve.bench.settings import RunSettings, SpeedSettings
 from reprieve.bench.summary import summarise
 from reprieve.errors import EngineError
@@ -31,6 +30,7 @@ from reprieve.mining.store import LabelStore
 from reprieve.settings import PairSettings, PromptSettings
 from reprieve.tasks import load_task
 from reprieve.tasks.prompting import with_prompts
+from tests.bench.toys import run_arms
 from tests.kit.pairs import ARITHMETIC
 from tests.vllm.certified import CERTIFICATE, judge_path
 from tests.vllm.runner import V2

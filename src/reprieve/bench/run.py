@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from reprieve.bench.arms import Arm
@@ -104,28 +104,3 @@ class Run:
                 if (arm.label, self.problems[number].problem_id, trial) not in done:
                     jobs.append(Job(arm.label, number, trial))
         return jobs
-
-
-def run_arms(
-    config: RunConfig,
-    arms: Sequence[Arm],
-    engine: Engine,
-    task: Task,
-    folder: Path,
-    *,
-    on_claimed: Callable[[], None] = lambda: None,
-    progress: Progress = no_progress,
-) -> Run:
-    """Measure the arms, reusing the answers in `folder`. Ctrl-C ends the run with `complete=False`.
-
-    Args:
-        on_claimed: called once the folder is known to be this run's.
-
-    Raises:
-        SpecError: a task without problems here, or an arm that the engine cannot decode.
-        ReprieveError: the folder holds another run, or every problem failed.
-    """
-    run = Run(config, arms, engine, task, folder)
-    on_claimed()
-    run.measure(progress=progress)
-    return run

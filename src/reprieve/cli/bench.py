@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,7 +94,7 @@ class Bench(Command):
 
     def _measure(self, arms: list[Arm], command: Command) -> tuple[Run, Results]:
         from reprieve.bench.engine import RunConfig
-        from reprieve.bench.run import run_arms
+        from reprieve.bench.run import Run
         from reprieve.bench.summary import summarise
         from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 
@@ -105,9 +104,10 @@ class Bench(Command):
             alone = (TARGET_ONLY, DRAFT_ONLY)  # left out where the engine cannot run them
             arms = [arm for arm in arms if arm.label not in alone or not engine.refusal(arm, settings.drafter)]
             config = RunConfig.of(engine, arms, settings, command=screen.command_line())
-            keep = partial(command.keep_config, self.out)
+            run = Run(config, arms, engine, task, self.out)
+            command.keep_config(self.out)
             with screen.progress(f"{len(arms)} arms", "answers") as progress:
-                run = run_arms(config, arms, engine, task, self.out, on_claimed=keep, progress=progress)
+                run.measure(progress=progress)
             results = summarise(run)
             if self.speed.concurrency and run.complete:
                 throughput = _under_load(engine, run, task, self.speed, self.out)
