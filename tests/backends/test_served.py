@@ -182,5 +182,5 @@ def test_monitoring_repeats_each_request_with_the_rule_off(bundled_pair, capsys)
     monitor += ["--limit", "4", "--num-draft-tokens", "8"]
     with PairServer(bundled_pair, RULES) as server:
         assert main([*monitor, "--dtype", "float32", "--engine", f"openai:url={server.url}"]) == 0
-    assert "final: 4 of 4 requests checked" in capsys.readouterr().out
+    assert "final: 4 of 4 answers checked" in capsys.readouterr().out
     assert sum(request.get("vllm_xargs") == {"reprieve_rule": "off"} for request in server.requests) == 4
