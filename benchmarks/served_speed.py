@@ -52,8 +52,7 @@ class Server:
             own = f"@K={k}" + (f"@drafter={drafter}" if drafter else "")
             arms = [make_arm(spec + own, k, target=options.target) for spec in (LOSSLESS, *facts.rules.values())]
         pair = PairSettings(target=options.target, draft=options.draft, dtype=options.dtype)
-        settings = EngineSettings(f"openai:url={url},parallel={max(options.concurrency)}")
-        engine = make_engine(settings, pair)
+        engine = make_engine(EngineSettings(f"openai:url={url}"), pair)
         assert isinstance(engine, ServedEngine)
         return cls(engine, arms, RunConfig.of(engine, arms, RunSettings(task=options.task)))
 
@@ -65,24 +64,21 @@ class Server:
 
 
 def measure(
-    servers: Sequence[Server], task: PromptedTask, *, concurrency: int, options: argparse.Namespace
+    servers: Sequence[Server], task: PromptedTask, *, concurrency: int, size: int, num_turns: int
 ) -> dict[str, list[Turn]]:
-    """Time the arms in turns and return each arm's turns.
+    """Time the arms in turns of `size` problems and return each arm's turns.
 
     Raises:
         SpecError: fewer problems than the turns need.
     """
-    size = max(options.min_problems, 2 * concurrency)
-    problems = task.problems("test", size * options.turns)
-    if len(problems) < size * options.turns:
-        raise SpecError(
-            f"{concurrency} requests need {size * options.turns} problems, the test split has {len(problems)}"
-        )
+    problems = task.problems("test", size * num_turns)
+    if len(problems) < size * num_turns:
+        raise SpecError(f"{concurrency} requests need {size * num_turns} problems, the test split has {len(problems)}")
     pairs = [(server, arm) for server in servers for arm in server.arms]
     for server, arm in pairs:
         server.turn(arm, task, problems[:size], concurrency=concurrency)
     turns: dict[str, list[Turn]] = {arm.label: [] for _, arm in pairs}
-    for number in range(options.turns):
+    for number in range(num_turns):
         chosen = problems[number * size : (number + 1) * size]
         shift = number % len(pairs)
         for server, arm in [*pairs[shift:], *pairs[:shift]]:
@@ -112,10 +108,9 @@ def main() -> None:
     facts = servers[-1].engine.facts
     parts = {}
     for concurrency in options.concurrency:
-        turns = measure(servers, task, concurrency=concurrency, options=options)
-        counts = (
-            f"{options.turns} turns of {max(options.min_problems, 2 * concurrency)} problems, {concurrency} at once"
-        )
+        size = max(options.min_problems, 2 * concurrency)
+        turns = measure(servers, task, concurrency=concurrency, size=size, num_turns=options.turns)
+        counts = f"{options.turns} turns of {size} problems, {concurrency} at once"
         note = f"{task.name}, {counts}, greedy, {facts.dtype}, vLLM {facts.engine_version}, runner {facts.runner}."
         parts[f"concurrency_{concurrency}"] = table(turns, arms, note)
         write_parts(options.out / "served_speed.json", parts)

@@ -26,6 +26,8 @@ ALL = MonitorSettings(share=1.0, max_drop=None)
 class Answers:
     """An engine with prepared answers, which come in any order."""
 
+    num_positions = None
+
     def __init__(self, drops, *, failed=(), seed=None):
         self.drops, self.failed, self.seed = drops, failed, seed
         self.jobs = []

@@ -18,6 +18,7 @@ from reprieve.certify.bounds import ConfidenceSequence
 from reprieve.certify.settings import MonitorSettings
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.tasks import Task, TaskProblem
+from reprieve.tasks.prompting import problems_of
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class MonitorStatus:
         alarm: whether the drop is proved larger than allowed: the interval's lower end is above `max_drop`.
     """
 
+    num_problems: int
     num_answered: int
     num_checked: int
     num_failed: int
@@ -70,11 +72,11 @@ def watch(
         on_status: called after each answer, relaxed or lossless.
 
     Raises:
-        SpecError: two problems with one id.
+        SpecError: no problems, or two with one id.
         EngineError: a server died.
         ReprieveError: every problem failed.
     """
-    problems = task.problems(config.split, config.limit, offset=config.offset)
+    problems = problems_of(task, config, engine.num_positions)
     number_of = {problem.problem_id: number for number, problem in enumerate(problems)}
     if len(number_of) < len(problems):
         raise SpecError(f"problems must have different ids, got {len(problems)} problems with {len(number_of)} ids")
@@ -85,7 +87,7 @@ def watch(
         Job(arm.label, number, 0) for number in order for arm in ([relaxed, strict] if number in records else [relaxed])
     ]
     sequence = ConfidenceSequence(confidence=settings.confidence)
-    status = MonitorStatus(0, 0, 0, sequence.mean, sequence.interval, alarm=False)
+    status = MonitorStatus(len(problems), 0, 0, 0, sequence.mean, sequence.interval, alarm=False)
     waiting = deque(records)  # problems to be counted
     errors = []
     for record in engine.answer(config, task, [relaxed, strict], problems, jobs):
@@ -103,9 +105,10 @@ def watch(
                 sequence.update(drop_of(task, problems[number], strict_record, relaxed_record))
                 alarm = alarm or (settings.max_drop is not None and sequence.interval[0] > settings.max_drop)
         num_answered = status.num_answered + (record.arm == relaxed.label)
-        status = MonitorStatus(num_answered, sequence.num, num_failed, sequence.mean, sequence.interval, alarm)
+        counts = status.num_problems, num_answered, sequence.num, num_failed
+        status = MonitorStatus(*counts, sequence.mean, sequence.interval, alarm)
         on_status(status)
-    if errors and len(errors) == len(problems):
+    if len(errors) == len(problems):
         raise ReprieveError(f"every problem failed; the first error: {errors[0]}")
     return status
 

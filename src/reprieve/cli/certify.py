@@ -106,13 +106,12 @@ class Monitor(Command):
             config = RunConfig.of(engine, [strict, relaxed], problems, command=screen.command_line())
             if relaxed.certificate is not None:
                 relaxed.certificate.check(config.conditions(engine, relaxed), where=f"of {relaxed.label}")
-            num_problems = len(task.problems(problems.split, problems.limit, offset=problems.offset))
             alarm, num_tenths = False, 0
 
             def on_status(status: MonitorStatus) -> None:
                 nonlocal alarm, num_tenths
-                tenths = status.num_answered * 10 // num_problems
-                if status.alarm > alarm or tenths > num_tenths:
+                tenths = status.num_answered * 10 // status.num_problems
+                if status.alarm != alarm or tenths > num_tenths:
                     alarm, num_tenths = status.alarm, tenths
                     screen.say(status.sentence())
 

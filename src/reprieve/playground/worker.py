@@ -77,7 +77,7 @@ class QueuedRequest:
         self.work.cancel()
 
     def send(self, event: Event) -> None:
-        """Pass an event to the event loop of the request; called from the worker's thread."""
+        """Pass an event to the event loop of the request, from any thread."""
         try:
             self.loop.call_soon_threadsafe(self.events.put_nowait, event)
         except RuntimeError:  # the loop is closed: no client is waiting
