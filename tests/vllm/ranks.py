@@ -39,7 +39,7 @@ def main():
     )
     prompts = [problem.prompt for problem in load_task("arithmetic").problems("test", len(RULES))]
     params = [
-        SamplingParams(max_tokens=24, temperature=0, extra_args={"reprieve_rule": spec.partition(":")[0]})
+        SamplingParams(max_tokens=16, temperature=0, extra_args={"reprieve_rule": spec.partition(":")[0]})
         for spec in RULES
     ]
     outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -14,7 +14,7 @@ from tests.vllm import cpu_kernels
 from tests.vllm.runner import V2
 
 # Triton's interpreter takes ten times as long.
-NUM_PROMPTS, MAX_TOKENS = (16, 8) if V2 else (200, 16)
+NUM_PROMPTS, MAX_TOKENS = (16, 8) if V2 else (80, 16)
 BATCH = 8
 RULE = "top_k:k=6"
 

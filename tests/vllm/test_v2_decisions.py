@@ -278,7 +278,7 @@ def test_greedy_and_sampling_requests_of_one_rule_share_a_batch():
 @pytest.mark.parametrize("truncation", [{}, {"top_k": 3}, {"top_p": 0.5}])
 def test_the_lossless_check_is_vllms_own(truncation):
     """vLLM draws and judges drafts without top-k and top-p, also where another rule reads truncated ones."""
-    num, heat = 200, 0.9
+    num, heat = 100, 0.9
     draw = torch.Generator().manual_seed(SEED)
     target, draft = 1.5 * torch.randn(num, V, generator=draw), 1.5 * torch.randn(num, V, generator=draw)
     ids = torch.multinomial((draft / heat).softmax(-1), 1, generator=draw).tolist()
@@ -341,8 +341,8 @@ def test_a_span_is_followed_on_the_device():
 
 @pytest.mark.parametrize("drafted", ["sampled", "certain"])
 def test_sampled_tokens_have_the_right_distribution(drafted):
-    """800 draws of the first token against its exact distribution, strict and with a rule that accepts more."""
-    num, heat = 800, 0.7
+    """400 draws of the first token against its exact distribution, strict and with a rule that accepts more."""
+    num, heat = 400, 0.7
     draw = torch.Generator().manual_seed(SEED)
     target, draft = 1.5 * torch.randn(V, generator=draw), 1.5 * torch.randn(V, generator=draw)
     p, q = (target / heat).softmax(-1), (draft / heat).softmax(-1)
