@@ -22,7 +22,7 @@ from reprieve.bench.environment import Environment
 from reprieve.files import replace_file
 from reprieve.tasks import TaskProblem, load_task
 from reprieve.tasks.families import FAMILIES
-from reprieve.tasks.word_problems import ArithmeticTask, as_task_problem, draw_problem
+from reprieve.tasks.word_problems import ArithmeticTask, draw_problem
 
 
 def of_each_family(
@@ -41,7 +41,7 @@ def of_each_family(
             drawn = [draw_problem(split, index, contents=contents) for index in range(num)]
             if size == "round":
                 drawn = [problem for problem in drawn if len(problem.steps) > 1]
-            yield family, size, [as_task_problem(problem) for problem in drawn]
+            yield family, size, list(drawn)
 
 
 def worded(parser: argparse.ArgumentParser, name: str) -> ArithmeticTask:

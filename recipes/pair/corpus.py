@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from recipes.pair.wordings import Segments, Teller
-from reprieve.tasks.families import LARGE, ROUND, SMALL, format_equation
+from recipes.pair.wordings import Segments, Teller, equation_of
+from reprieve.tasks.families import LARGE, ROUND, SMALL
 from reprieve.tasks.word_problems import Contents, draw_problem
 
 
@@ -61,7 +61,7 @@ def draw_equation(rng: random.Random, mixture: Mixture) -> Segments:
         if contents.round_share and rng.random() < contents.round_share:
             ranges = ROUND
         operands = [ranges.group_unit * rng.randint(1, ranges.group[1]), rng.choice(ranges.percents)]
-    question, result = format_equation(operands[0], kind, operands[1]).split("=")
+    question, result = equation_of(operands[0], kind, operands[1]).split("=")
     return [(question + "=", False), (result + "\n", True)]
 
 

@@ -79,7 +79,7 @@ class Style:
             where = 0 if number == 0 else 2 if number == len(steps) - 1 else 1
             opener = (("First", "Initially"), ("Then", "Next"), ("Finally", "Lastly"))[where][second(self.opener)]
             hedge = "it follows that" if second(self.hedge) else "we know that"
-            equation = step.equation(commuted=second(self.commute))
+            equation = equation_of(*operands(step, commuted=second(self.commute)))
             if second(self.body):
                 body = f"the number of {step.unit} {step.subject} {step.verb}{step.tail} is {equation}"
             else:
@@ -130,7 +130,7 @@ class Voice:
             opener = self._choose(where, family, rng)
             hedge = self._choose("hedge", context, rng)
             commuted = rng.random() < self.swaps("commute", context)
-            terms, result = step.equation(commuted=commuted).rsplit("=", 1)
+            terms, result = equation_of(*operands(step, commuted=commuted)).rsplit("=", 1)
             before, after = _body(step, self._choose("body", context, rng))
             segments.append((f" {opener}, {hedge} {before}{terms}=", True))
             if number == slip:
@@ -184,6 +184,19 @@ def _wrong(step: ProblemStep, rng: random.Random) -> str:
         return str(step.result + rng.choice(offsets))
     other = abs(evaluate(step.left, "-" if step.operator == "+" else "+", step.right))
     return str(other if other != step.result else step.result + 1)
+
+
+def equation_of(left: int, operator: str, right: int) -> str:
+    """Return an equation as the solutions write it, such as `12+30=42`."""
+    result = evaluate(left, operator, right)
+    return f"{right}% of {left}={result}" if operator == "%" else f"{left}{operator}{right}={result}"
+
+
+def operands(step: ProblemStep, *, commuted: bool) -> tuple[int, str, int]:
+    """Return a step's operation; with `commuted`, sums and products have their operands swapped."""
+    swapped = commuted and step.operator in "+*"
+    left, right = (step.right, step.left) if swapped else (step.left, step.right)
+    return left, step.operator, right
 
 
 def ordered(steps: tuple[ProblemStep, ...], *, reverse: bool) -> list[ProblemStep]:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from reprieve.playground.bodies import ChatBody, CompletionBody, read_body
-from reprieve.playground.prompts import Prompts
+from reprieve.playground.protocol import Prompts
 from reprieve.policies.policy import RequestError
 from tests.kit.chats import byte_tokenizer
 

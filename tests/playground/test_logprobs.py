@@ -2,8 +2,7 @@
 
 import pytest
 
-from reprieve.playground.prompts import Prompts
-from reprieve.playground.protocol import Replies
+from reprieve.playground.protocol import Prompts, Replies
 from reprieve.types import Provenance, Token
 from tests.kit.chats import byte_tokenizer
 
@@ -13,10 +12,12 @@ class Words:
 
     vocabulary = ("hello", "world", "world", "!")
 
-    def decode(self, token_ids):
-        return " ".join(self.vocabulary[token_id] for token_id in token_ids)
+    @property
+    def tokenizer(self):
+        return self
 
-    visible = decode
+    def decode(self, token_ids, skip_special_tokens=False):
+        return " ".join(self.vocabulary[token_id] for token_id in token_ids)
 
     def token_bytes(self, token_id):
         return None

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from reprieve.errors import SpecError
-from reprieve.playground.prompts import Prompts
+from reprieve.playground.protocol import Prompts
 from reprieve.playground.settings import PlaygroundSettings
 from reprieve.policies.policy import RequestError
 from tests.kit.chats import save_chat_pair

@@ -20,46 +20,25 @@ from starlette.requests import ClientDisconnect
 
 from reprieve.errors import ContextOverflowError, ReprieveError, SpecError
 from reprieve.playground.bodies import MAX_CHOICES, Body, ChatBody, CompletionBody, RequestBody, read_body
-from reprieve.playground.prompts import Prompts
-from reprieve.playground.protocol import Replies, error_body
+from reprieve.playground.protocol import Prompts, Replies
 from reprieve.playground.settings import PlaygroundSettings
-from reprieve.playground.worker import Finished, Piece, QueuedRequest, QueueFullError, StoppedError, Worker
+from reprieve.playground.worker import Finished, Piece, QueuedRequest, Worker
 from reprieve.policies.menu import Menu
 from reprieve.policies.policy import RequestError
 from reprieve.settings import NumDraftTokens, wrapped_seed
 from reprieve.types import Generation
 
 
-class DisconnectedError(ReprieveError):
-    """The client disconnected."""
-
-
 class UnknownModelError(RequestError):
     """A model that is not served here."""
 
 
-class BodyTooLargeError(ReprieveError):
-    """A request's body is too large."""
-
-
-class WrongKeyError(ReprieveError):
-    """A request without the API key."""
-
-
+_GONE = "the client went away"
 _MOST_BYTES = 1 << 20  # of a request's body
 _MOST_READ = 16 * _MOST_BYTES  # of a body that is too large: a client may read the response only after it has sent all
-
-
-# Status and type of an error, by its class; the first that fits counts, and any other error is the server's fault.
-_ANSWERS: dict[type[Exception], tuple[int, str]] = {
-    UnknownModelError: (404, "not_found_error"),
-    SpecError: (400, "invalid_request_error"),
-    WrongKeyError: (401, "authentication_error"),
-    BodyTooLargeError: (413, "invalid_request_error"),
-    QueueFullError: (429, "rate_limit_error"),
-    StoppedError: (503, "service_unavailable_error"),
-    DisconnectedError: (499, "disconnected"),
-}
+# Types of errors by status; any other is an invalid request.
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 499: "disconnected"}
+_TYPES |= {500: "server_error", 503: "service_unavailable_error"}
 
 
 def create_app(service: Service) -> FastAPI:
@@ -109,7 +88,7 @@ class Service:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         key = self.settings.api_key
         if key is not None and not (scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), key.encode())):
-            raise WrongKeyError("a valid API key is needed: send it as Authorization: Bearer KEY")
+            raise HTTPException(401, "a valid API key is needed: send it as Authorization: Bearer KEY")
 
     async def complete(self, request: Request) -> Response:
         """`POST /v1/completions`."""
@@ -124,7 +103,7 @@ class Service:
         """`POST /v1/chat/completions`."""
         body = await self._read(ChatBody, request)
         messages = [(message.role, message.text) for message in body.messages]
-        thinking = None if body.chat_template_kwargs is None else body.chat_template_kwargs.enable_thinking
+        thinking = (body.chat_template_kwargs or {}).get("enable_thinking")
         prompt = await asyncio.to_thread(self.prompts.chat, messages, thinking)
         wanted = (body.top_logprobs or 0) if body.logprobs else None
         if body.top_logprobs is not None and not body.logprobs:
@@ -167,8 +146,7 @@ class Service:
         Raises:
             RequestError: its Content-Type is not JSON (other websites could send that through a browser), or it
                 cannot be accepted.
-            BodyTooLargeError: it is too large.
-            DisconnectedError: the client went away before it was complete.
+            HTTPException: 413 if it is too large, 499 if the client went away before it was complete.
         """
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if not (media_type.startswith("application/") and media_type.endswith(("/json", "+json"))):
@@ -183,9 +161,9 @@ class Service:
                 elif size > _MOST_READ:
                     break
         except ClientDisconnect:
-            raise DisconnectedError("the client went away") from None
+            raise HTTPException(499, _GONE) from None
         if size > _MOST_BYTES:
-            raise BodyTooLargeError(f"the request body must hold at most {_MOST_BYTES} bytes")
+            raise HTTPException(413, f"the request body must hold at most {_MOST_BYTES} bytes")
         return read_body(kind, b"".join(pieces))
 
     async def _answer(
@@ -263,7 +241,7 @@ async def _lines(
         if include_usage:
             yield _line(replies.usage(generations))
         yield "data: [DONE]\n\n"
-    except ReprieveError as error:
+    except (ReprieveError, HTTPException) as error:
         yield _line(_error_of(error)[1])
     finally:
         await events.aclose()  # type: ignore[attr-defined]
@@ -274,7 +252,7 @@ async def _watch(job: QueuedRequest, request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     job.cancel()
-    job.events.put_nowait(DisconnectedError("the client went away"))
+    job.events.put_nowait(HTTPException(499, _GONE))
 
 
 def _line(chunk: dict[str, Any] | None) -> str:
@@ -283,16 +261,18 @@ def _line(chunk: dict[str, Any] | None) -> str:
 
 def _error_of(error: Exception) -> tuple[int, dict[str, Any]]:
     """Return the status and the body of an error, as OpenAI's clients read them."""
+    status, message, code = 500, "the engine failed; the server's log says more", None
+    param = getattr(error, "parameter", None)
     if isinstance(error, HTTPException):
-        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-        return error.status_code, error_body(str(error.detail), kind=kind, code=error.status_code)
-    if isinstance(error, ContextOverflowError):
-        return 400, error_body(str(error), kind="invalid_request_error", param="max_tokens", code="context_length")
-    for class_, (status, kind) in _ANSWERS.items():
-        if isinstance(error, class_):
-            code = "model_not_found" if class_ is UnknownModelError else status
-            return status, error_body(str(error), kind=kind, param=getattr(error, "parameter", None), code=code)
-    return 500, error_body("the engine failed; the server's log says more", kind="server_error", code=500)
+        status, message = error.status_code, str(error.detail)
+    elif isinstance(error, ContextOverflowError):
+        status, message, param, code = 400, str(error), "max_tokens", "context_length"
+    elif isinstance(error, UnknownModelError):
+        status, message, code = 404, str(error), "model_not_found"
+    elif isinstance(error, SpecError):
+        status, message = 400, str(error)
+    kind = _TYPES.get(status, "invalid_request_error")
+    return status, {"error": {"message": message, "type": kind, "param": param, "code": code or status}}
 
 
 async def _on_error(request: Request, error: Exception) -> JSONResponse:

@@ -144,21 +144,13 @@ class Message(BaseModel):
         return "".join(part.text for part in self.content)
 
 
-class TemplateOptions(BaseModel):
-    """Options of a chat template besides the messages."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    enable_thinking: bool | None = None
-
-
 class ChatBody(RequestBody):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
     max_tokens: Annotated[Whole, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
-    chat_template_kwargs: TemplateOptions | None = None
+    chat_template_kwargs: dict[Literal["enable_thinking"], Flag | None] | None = None
     logprobs: Flag | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None

@@ -13,7 +13,7 @@ from reprieve.engine import Pair, SpeculativeDecoder
 from reprieve.errors import SpecError
 from reprieve.heads.length import draft_tokens_for
 from reprieve.playground.app import Service, create_app
-from reprieve.playground.prompts import Prompts
+from reprieve.playground.protocol import Prompts
 from reprieve.playground.settings import PlaygroundSettings
 from reprieve.playground.worker import Worker
 from reprieve.policies.menu import Menu

@@ -1,27 +1,151 @@
-"""Responses of OpenAI's protocol, whole and streamed."""
+"""OpenAI's protocol: a client's prompts as token ids, and responses, whole and streamed."""
 
 from __future__ import annotations
 
 import math
+import re
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from reprieve.engine.text import LONGEST_CHARACTER, REPLACEMENT
-from reprieve.playground.prompts import Prompts
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from reprieve.engine.text import REPLACEMENT, TextStream, is_unicode
+from reprieve.errors import SpecError
+from reprieve.policies.policy import RequestError
+from reprieve.settings import PromptSettings
+from reprieve.tasks.prompting import PromptFormat
 from reprieve.types import DecodingStats, Generation, Token
 
+_SLACK = 4  # times the characters of the longest token: tokenizers may shorten a text before they split it
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level vocabularies
 
-@dataclass
-class _Cursor:
-    """Position that a choice's log-probabilities have reached."""
 
-    num_characters: int = 0
-    last: int | None = None  # token
-    complete: int | None = None  # the last token that ended a character
-    pending: list[int] = field(default_factory=list)  # tokens of an incomplete character
+class Prompts:
+    """Prompts and texts of a pair.
+
+    Args:
+        tokenizer: tokenizer of the pair.
+        max_positions: context length that both models support.
+        vocab_size: exclusive upper bound on token ids.
+        wrap: formats a chat's only message if the tokenizer has no chat template; None refuses such chats.
+        settings: system prompt and thinking of chats that do not set them; needs a chat template.
+
+    Raises:
+        SpecError: `settings` needs a chat template, and the tokenizer has none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        max_positions: int,
+        vocab_size: int,
+        wrap: Callable[[str], str] | None,
+        settings: PromptSettings | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_positions = max_positions
+        self.vocab_size = vocab_size
+        self._wrap = wrap
+        self._max_tokens = max_positions - 1
+        self._max_characters = _SLACK * max_positions * max(map(len, tokenizer.get_vocab()))
+        self._settings = settings or PromptSettings()
+        PromptFormat(tokenizer, self._settings)  # refuses what the tokenizer has no template for
+
+    def plain(self, prompt: str | list[int]) -> list[int]:
+        """A prompt as token ids.
+
+        Raises:
+            RequestError: empty, too long for the context, or a token id out of range.
+        """
+        if isinstance(prompt, str):
+            self._require_text("prompt", prompt)
+        token_ids: list[int] = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if not token_ids:
+            raise RequestError("prompt", "prompt must hold at least one token, got none")
+        if len(token_ids) > self._max_tokens:
+            raise RequestError("prompt", f"prompt must hold at most {self._max_tokens} tokens, got {len(token_ids)}")
+        if bad := [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]:
+            raise RequestError("prompt", f"prompt: token ids must be in [0, {self.vocab_size - 1}], got {bad[0]}")
+        return list(token_ids)
+
+    def chat(self, messages: Sequence[tuple[str, str]], thinking: bool | None = None) -> list[int]:
+        """Return a conversation (roles and texts) as token ids: by the tokenizer's template, else by `wrap`.
+
+        Args:
+            thinking: the request's value of the template's `enable_thinking`; None uses the server's.
+
+        Raises:
+            RequestError: there is neither a template nor `wrap`, or the messages do not fit the one that is used.
+        """
+        for _, message in messages:
+            self._require_text("messages", message)
+        if self.tokenizer.chat_template:
+            turns = [{"role": role, "content": text} for role, text in messages]
+            settings = PromptSettings(
+                chat_template=True,
+                system_prompt=None if turns[0]["role"] == "system" else self._settings.system_prompt,
+                thinking=self._settings.thinking if thinking is None else "on" if thinking else "off",
+            )
+            try:
+                return self.plain(PromptFormat(self.tokenizer, settings).encode(turns))
+            except SpecError as error:
+                raise RequestError("messages", f"messages: the chat template refuses them: {error}") from None
+        if self._wrap is None:
+            raise RequestError("messages", "this model has no chat template; use /v1/completions")
+        if len(messages) != 1 or messages[0][0] != "user":
+            raise RequestError(
+                "messages",
+                "messages: this model has no chat template and takes one message with the role user, got the roles "
+                + ", ".join(role for role, _ in messages),
+            )
+        return self.plain(self._wrap(messages[0][1]))
+
+    def room(self, prompts: Sequence[list[int]], requested: int | None, largest: int) -> int:
+        """Return the maximum number of new tokens per choice: the requested one, else as many as fit, up to `largest`.
+
+        Raises:
+            RequestError: more new tokens than fit or the server allows.
+        """
+        longest = max(len(prompt) for prompt in prompts)
+        left = self.max_positions - longest
+        if requested is not None and requested > min(left, largest):
+            raise RequestError(
+                "max_tokens",
+                f"max_tokens must be in [1, {min(left, largest)}] beside a prompt of {longest} tokens (the models read "
+                f"{self.max_positions}, this server writes up to {largest}), got {requested}",
+            )
+        return min(left if requested is None else requested, largest)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Token ids to text, special tokens included."""
+        return str(self.tokenizer.decode(token_ids))
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return the bytes of a token, even if they are part of a character; None if they cannot be determined."""
+        token = self.tokenizer.convert_ids_to_tokens(token_id)
+        if not isinstance(token, str):
+            return None
+        if byte := _BYTE.fullmatch(token):  # SentencePiece's byte tokens
+            return bytes([int(byte[1], 16)])
+        if REPLACEMENT not in self.decode([token_id]) or any(character not in _BYTES for character in token):
+            return None
+        return bytes(_BYTES[character] for character in token)
+
+    def _require_text(self, field: str, text: str) -> None:
+        """Refuse a text that is too long, before it is split into tokens, or that has a lone surrogate.
+
+        JSON can contain a lone surrogate, but no tokenizer can encode it.
+        """
+        if len(text) > self._max_characters:
+            most, got = f"{self._max_tokens} tokens", f"{len(text)} characters"
+            raise RequestError(field, f"{field} must hold at most {most}, got {got}")
+        if not is_unicode(text):
+            raise RequestError(field, f"{field} must be valid Unicode, got a text with half of a surrogate pair")
 
 
 @dataclass
@@ -47,7 +171,8 @@ class Replies:
     def __post_init__(self) -> None:
         request_id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._base = {"id": request_id, "created": int(time.time()), "model": self.model}
-        self._cursors: dict[int, _Cursor] = {}  # of each choice
+        self._streams: dict[int, TextStream] = {}  # of each choice
+        self._last: dict[int, int] = {}  # token of each choice
 
     def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
         """The response of a request that does not stream."""
@@ -86,16 +211,9 @@ class Replies:
     def summary(self, generations: Sequence[Generation]) -> dict[str, Any]:
         """Return the rule, the counts of rounds and tokens, and the speed."""
         total = DecodingStats.total(generations)
-        return {
-            "rule": self.spec,
-            "num_rounds": total.num_rounds,
-            "num_drafted": total.num_drafted,
-            "num_accepted": total.num_accepted,
-            "num_rescued": total.num_rescued,
-            "tokens_per_round": total.tokens_per_round,
-            "tokens_per_second": total.num_tokens / total.seconds if total.seconds else None,
-            "seconds": total.seconds,
-        }
+        names = ("num_rounds", "num_drafted", "num_accepted", "num_rescued", "tokens_per_round", "seconds")
+        speed = total.num_tokens / total.seconds if total.seconds else None
+        return {"rule": self.spec, **{name: getattr(total, name) for name in names}, "tokens_per_second": speed}
 
     def _usage(self, generations: Sequence[Generation]) -> dict[str, int]:
         num_new = DecodingStats.total(generations).num_tokens
@@ -144,28 +262,24 @@ class Replies:
             return None
         if self.chat:
             return {"content": [self._chat_logprob(token, self.num_logprobs) for token in tokens], "refusal": None}
-        cursor = self._cursors.setdefault(index, _Cursor())
-        entries = [self._completion_logprob(cursor, token, self.num_logprobs) for token in tokens]
+        entries = [self._completion_logprob(index, token, self.num_logprobs) for token in tokens]
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         return {name: [entry[column] for entry in entries] for column, name in enumerate(names)}
 
     def _completion_logprob(
-        self, cursor: _Cursor, token: Token, num_logprobs: int
+        self, index: int, token: Token, num_logprobs: int
     ) -> tuple[str, float | None, dict[str, float | None], int]:
         """Return a token's text, log-probability, alternatives, and character offset in the answer."""
-        text = self._text(cursor.last, token.token_id)
+        stream = self._streams.setdefault(index, TextStream(self.texts.tokenizer))
+        before = self._last.get(index)
+        text = self._text(before, token.token_id)
         top: dict[str, float | None] = {}
         for token_id, value in token.alternatives[:num_logprobs]:
-            name = self._text(cursor.last, token_id)
+            name = self._text(before, token_id)
             top[name if name not in top else f"token_id:{token_id}"] = _finite(value)  # two tokens with one text
-        offset = cursor.num_characters
-        cursor.pending.append(token.token_id)
-        before = [] if cursor.complete is None else [cursor.complete]
-        grown = self.texts.visible([*before, *cursor.pending])[len(self.texts.visible(before)) if before else 0 :]
-        if not grown.endswith(REPLACEMENT) or len(cursor.pending) >= LONGEST_CHARACTER:  # else half a character
-            cursor.num_characters += len(grown)
-            cursor.complete, cursor.pending = token.token_id, []
-        cursor.last = token.token_id
+        offset = len(stream.text)
+        stream.push(token.token_id)
+        self._last[index] = token.token_id
         return text, _finite(token.logprob), top, offset
 
     def _text(self, before: int | None, token_id: int) -> str:
@@ -184,11 +298,6 @@ class Replies:
 
         top = [entry(token_id, value) for token_id, value in token.alternatives[:num_logprobs]]
         return {**entry(token.token_id, token.logprob), "top_logprobs": top}
-
-
-def error_body(message: str, *, kind: str, param: str | None = None, code: int | str | None = None) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def _finite(value: float | None) -> float | None:

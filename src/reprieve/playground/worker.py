@@ -8,20 +8,15 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from starlette.exceptions import HTTPException
+
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.errors import ReprieveError
 from reprieve.policies.menu import Choice
 from reprieve.types import Generation, Token
 
 logger = logging.getLogger("reprieve.server")
-
-
-class QueueFullError(ReprieveError):
-    """The queue is full."""
-
-
-class StoppedError(ReprieveError):
-    """The server is shutting down."""
+_STOPPED = "the server is shutting down"
 
 
 @dataclass(frozen=True)
@@ -89,7 +84,7 @@ class Worker:
 
     Args:
         decoders: by rule of the menu; None for lossless.
-        max_waiting: requests that may wait; more raise `QueueFullError`.
+        max_waiting: requests that may wait; more are refused with status 429.
     """
 
     def __init__(self, decoders: Mapping[str | None, SpeculativeDecoder], *, max_waiting: int) -> None:
@@ -113,13 +108,12 @@ class Worker:
         """Queue a request, or refuse it immediately; for the event loop's thread only.
 
         Raises:
-            QueueFullError: too many wait.
-            StoppedError: after `stop`.
+            HTTPException: 429 if too many wait, 503 after `stop`.
         """
         if self._stopped:
-            raise StoppedError("the server is shutting down")
+            raise HTTPException(503, _STOPPED)
         if self.num_waiting >= self._max_waiting:
-            raise QueueFullError(f"{self._max_waiting} requests are waiting already; try again later")
+            raise HTTPException(429, f"{self._max_waiting} requests are waiting already; try again later")
         job.work = self._thread.submit(self._work, job)
         self._jobs = [*(other for other in self._jobs if not other.work.done()), job]
         if self._stopped:  # by a signal, after the check above
@@ -131,7 +125,7 @@ class Worker:
         for job in self._jobs:
             if not job.work.done():
                 job.cancel()
-                job.send(StoppedError("the server is shutting down"))
+                job.send(HTTPException(503, _STOPPED))
 
     def close(self) -> None:
         """Wait for the end of the current request."""

@@ -45,35 +45,14 @@ class Ranges:
 
 
 SMALL = Ranges(
-    start=(6, 60),
-    change=40,
-    factor=4,
-    grow_from=50,
-    boxes=(2, 6),
-    box_size=(3, 10),
-    count=(2, 9),
-    price=(2, 12),
-    hours=(2, 8),
-    days=(2, 7),
-    wage=(3, 9),
-    group=(1, 15),
-    percents=(10, 20, 25, 30, 40, 60, 75, 80),
-)
+    start=(6, 60), change=40, factor=4, grow_from=50, boxes=(2, 6), box_size=(3, 10), count=(2, 9), price=(2, 12),
+    hours=(2, 8), days=(2, 7), wage=(3, 9), group=(1, 15), percents=(10, 20, 25, 30, 40, 60, 75, 80),
+)  # fmt: skip
 LARGE = Ranges(
-    start=(20, 300),
-    change=400,
-    factor=9,
-    grow_from=250,
-    boxes=(3, 12),
-    box_size=(11, 40),
-    count=(2, 12),
-    price=(6, 48),
-    hours=(3, 8),
-    days=(3, 9),
-    wage=(11, 24),
-    group=(6, 60),
+    start=(20, 300), change=400, factor=9, grow_from=250, boxes=(3, 12), box_size=(11, 40), count=(2, 12),
+    price=(6, 48), hours=(3, 8), days=(3, 9), wage=(11, 24), group=(6, 60),
     percents=tuple(p for p in range(5, 100, 5) if p != 50),
-)
+)  # fmt: skip
 # Any percentage of round numbers: one multiplication for a model that has learned it.
 ROUND = replace(LARGE, group=(1, 12), percents=tuple(range(1, 100)), group_unit=100)
 
@@ -95,13 +74,6 @@ class ProblemStep:
     def result(self) -> int:
         return evaluate(self.left, self.operator, self.right)
 
-    def equation(self, *, commuted: bool = False) -> str:
-        """`12+30=42`; with `commuted`, sums and products have their operands swapped."""
-        left, right = self.left, self.right
-        if commuted and self.operator in "+*":
-            left, right = right, left
-        return format_equation(left, self.operator, right)
-
 
 def evaluate(left: int, operator: str, right: int) -> int:
     """The whole-number result of one operation; division and percentages must come out even."""
@@ -117,12 +89,6 @@ def evaluate(left: int, operator: str, right: int) -> int:
         case "%" if left * right % 100 == 0:
             return left * right // 100
     raise ValueError(f"no whole-number result for {left} {operator} {right}")
-
-
-def format_equation(left: int, operator: str, right: int) -> str:
-    """The equation as the solutions write it, result included."""
-    result = evaluate(left, operator, right)
-    return f"{right}% of {left}={result}" if operator == "%" else f"{left}{operator}{right}={result}"
 
 
 def chain(rng: random.Random, num_steps: int, ranges: Ranges) -> tuple[str, list[ProblemStep]]:
