@@ -28,7 +28,7 @@ from reprieve.models.sampling import Sampler
 from reprieve.rules.lts import LtsRule
 from reprieve.settings import PairSettings, ProblemSettings, SamplingParams, SamplingSettings
 from reprieve.stats import wilson_interval
-from reprieve.tasks.base import Task, TaskProblem
+from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.prompting import prompt_of
 from reprieve.training.lts import SwapMeter, Swaps, bounds_of
 from reprieve.types import Provenance

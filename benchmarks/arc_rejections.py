@@ -33,7 +33,7 @@ from reprieve.errors import ReprieveError, SpecError
 from reprieve.mining.target import LocalTarget, ResponseFormat
 from reprieve.models.cached_model import eos_token_ids
 from reprieve.settings import PairSettings, ProblemSettings, SamplingSettings
-from reprieve.tasks.base import Task, TaskProblem
+from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.prompting import prompt_of
 from reprieve.types import ROOT, Generation
 from tables import share_text

@@ -32,7 +32,7 @@ from reprieve.models.cached_model import eos_token_ids
 from reprieve.rules import Rule, parse_rule
 from reprieve.settings import MAX_DRAFT_TOKENS, PairSettings, ProblemSettings, SamplingSettings
 from reprieve.stats import BranchChoices
-from reprieve.tasks.base import Task, TaskProblem
+from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.prompting import prompt_of
 from reprieve.types import Generation, RoundTrace
 from tables import share_text

@@ -12,7 +12,7 @@ from reprieve.bench.summary import summarise
 from reprieve.engine.text import text_pieces
 from reprieve.errors import SpecError
 from reprieve.settings import PromptSettings, SamplingParams
-from reprieve.tasks.prompting import Conversation, PromptFormat
+from reprieve.tasks.prompting import PromptFormat
 from tests.bench.toys import TwoTurns, run, run_arms, settings
 from tests.kit.tiny import NumberTokenizer
 
@@ -30,12 +30,12 @@ class Template:
 
 
 def test_conversations_use_the_chat_template_or_plain_text():
-    talk = Conversation(PromptFormat(Template(), PromptSettings(chat_template=True)), "Hi")
-    talk.add("Yes?", "More")
-    assert "".join(map(chr, talk.prompt())) == "<user>Hi<assistant>Yes?<user>More<assistant>"
-    plain = Conversation(PromptFormat(NumberTokenizer()), "1 2")
-    plain.add("3", "4")
-    assert plain.prompt() == [1, 2, 3, 4]
+    first = {"role": "user", "content": "Hi"}
+    chat = PromptFormat(Template(), PromptSettings(chat_template=True))
+    messages = [first, *chat.next_turn("Yes?", "More")]
+    assert "".join(map(chr, chat.encode(messages))) == "<user>Hi<assistant>Yes?<user>More<assistant>"
+    plain = PromptFormat(NumberTokenizer())
+    assert plain.encode([first | {"content": "1 2"}, *plain.next_turn("3", "4")]) == [1, 2, 3, 4]
     with pytest.raises(SpecError, match="chat template"):
         PromptFormat(NumberTokenizer(), PromptSettings(chat_template=True))
 

@@ -10,7 +10,7 @@ import pytest
 
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.tasks import load_task
-from reprieve.tasks.expressions import same_expression
+from reprieve.tasks.numbers import same_expression
 
 ROWS = [
     {"question": "Ann has 3 hats and buys 2. How many?", "answer": "She has 3+2=<<3+2=5>>5 hats.\n#### 5"},

@@ -7,7 +7,7 @@ from reprieve.drafters.length import LearnedLength
 from reprieve.engine import Pair, SamplingParams
 from reprieve.errors import SpecError
 from reprieve.rules import parse_rule
-from reprieve.tasks.base import TaskProblem
+from reprieve.tasks import TaskProblem
 from reprieve.training.length import Recorder, train_length
 from reprieve.training.settings import LengthTraining
 from tests.kit.tiny import NumberTokenizer, perturbed, tiny_model

@@ -13,9 +13,8 @@ from reprieve.bench.engine import Job, RunConfig
 from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.engine import SamplingParams
 from reprieve.errors import EngineError, PairError
-from reprieve.tasks import Task, TaskProblem
-from reprieve.tasks.base import run_comparison
-from reprieve.tasks.prompting import Conversation, PromptFormat, prompt_of
+from reprieve.tasks import Task, TaskProblem, run_comparison
+from reprieve.tasks.prompting import PromptFormat, prompt_of
 from reprieve.types import DecodingStats, Generation
 
 WARM_UP_TOKENS = 24
@@ -102,10 +101,10 @@ class Answerer:
         replies = [await self._decode(arm, problem, prompt_of(problem), params)]
         if not problem.follow_ups:
             return replies
-        conversation = Conversation(self._format, problem.prompt)
+        messages = [{"role": "user", "content": problem.prompt}]
         for message in problem.follow_ups:
-            conversation.add(replies[-1].text, message)
-            replies.append(await self._decode(arm, problem, conversation.prompt(), params))
+            messages += self._format.next_turn(replies[-1].text, message)
+            replies.append(await self._decode(arm, problem, self._format.encode(messages), params))
         return replies
 
 

@@ -11,8 +11,7 @@ from reprieve.mining.settings import AutoJudgeMining
 from reprieve.mining.store import MINED, NO_ANSWER, Mismatch, ProblemLabels
 from reprieve.mining.target import ResponseFormat, ResponseSampler, Target, TokenizationError
 from reprieve.models.sampling import GumbelNoise
-from reprieve.tasks import TaskProblem
-from reprieve.tasks.base import run_comparison
+from reprieve.tasks import TaskProblem, run_comparison
 from reprieve.tasks.chat import FIRST_BETTER, SECOND_BETTER, Chat, ask_verdict
 
 _NUM_VOTES = 3

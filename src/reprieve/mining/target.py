@@ -11,8 +11,7 @@ from reprieve.engine.batches import Stepper
 from reprieve.engine.continuations import ContinuationDecoder, Session, TextRequest
 from reprieve.errors import ReprieveError, SpecError, require_choice
 from reprieve.models.sampling import Draw
-from reprieve.tasks import Task, TaskProblem
-from reprieve.tasks.base import run_comparison
+from reprieve.tasks import Task, TaskProblem, run_comparison
 from reprieve.tasks.prompting import prompt_ids_of
 
 T = TypeVar("T")

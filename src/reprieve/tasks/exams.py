@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from reprieve.errors import ReprieveError, require_choice
+from reprieve.tasks import TaskProblem, register_task
 from reprieve.tasks.answers import final_answer
-from reprieve.tasks.base import TaskProblem, register_task
 from reprieve.tasks.graders import (
     AliasGrader,
     ChoiceGrader,

@@ -15,8 +15,7 @@ from typing import Any, ClassVar, Protocol
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.specs import Registry
 from reprieve.tasks.answers import chosen_letter, final_answer
-from reprieve.tasks.expressions import same_expression
-from reprieve.tasks.numbers import number_in, same_number, written
+from reprieve.tasks.numbers import number_in, same_expression, same_number, written
 
 
 class Grader(Protocol):

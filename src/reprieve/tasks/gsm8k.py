@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from reprieve.errors import SpecError
 from reprieve.settings import MAX_PROBLEMS
-from reprieve.tasks.base import TaskProblem, register_task
+from reprieve.tasks import TaskProblem, register_task
 from reprieve.tasks.graders import Grader, NumberGrader
 from reprieve.tasks.table import ALL, TableTask, UnreadReferenceError, text_of
 

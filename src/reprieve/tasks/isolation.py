@@ -46,15 +46,8 @@ class Bubblewrap(Unisolated):
         readable = [word for path in _SYSTEM for word in ("--ro-bind-try", path, path)]
         devices = [word for path in _DEVICES for word in ("--dev-bind-try", path, path)]
         return [
-            *(
-                shutil.which("bwrap") or "bwrap",
-                "--unshare-all",
-                "--die-with-parent",
-                "--new-session",
-                "--cap-drop",
-                "ALL",
-                "--clearenv",
-            ),
+            *(shutil.which("bwrap") or "bwrap", "--unshare-all", "--die-with-parent", "--new-session"),
+            *("--cap-drop", "ALL", "--clearenv"),
             *(word for name, value in environment(FOLDER).items() for word in ("--setenv", name, value)),
             *(*readable, "--symlink", "usr/bin", "/bin", *devices),
             *("--size", str(disk_bytes), "--tmpfs", FOLDER, "--remount-ro", "/", "--chdir", FOLDER),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import ctypes
+import json
 import os
 import resource
 import sys
@@ -125,7 +126,6 @@ def _filter_calls(libc: Any, own_files: int) -> None:
 
 def run() -> None:
     """Read the job, and run its program on its input."""
-    import json
     import runpy
 
     job = json.loads(sys.stdin.buffer.read())
@@ -189,23 +189,16 @@ def from_json(value: Any, kept: Any) -> Any:
         return value
     name, *rest = value
     if name in _COLLECTIONS:
-        items = [from_json(item, kept) for item in rest[0]]
-        return _COLLECTIONS[name](items)
+        return _COLLECTIONS[name]([from_json(item, kept) for item in rest[0]])
     if name == "dict":
         return {from_json(key, kept): from_json(item, kept) for key, item in rest[0]}
-    if name in ("bytes", "bytearray"):
-        return bytes.fromhex(rest[0]) if name == "bytes" else bytearray.fromhex(rest[0])
-    if name == "int":
-        return int(rest[0], 16)
-    if name == "float":
-        return float(rest[0])
-    if name == "complex":
-        return complex(float(rest[0]), float(rest[1]))
-    if name == "range":
-        return range(*(int(item) for item in rest))
-    return kept(int(rest[0]))
+    return _PLAIN[name](*rest) if name in _PLAIN else kept(int(rest[0]))
 
 
+_PLAIN: dict[str, Any] = {
+    "bytes": bytes.fromhex, "bytearray": bytearray.fromhex, "int": lambda text: int(text, 16), "float": float,
+    "complex": lambda real, imaginary: complex(float(real), float(imaginary)), "range": range,
+}  # fmt: skip
 _COLLECTIONS: dict[str, Any] = {
     "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque, "iterator": iter
 }  # fmt: skip
@@ -218,14 +211,10 @@ class Channel:
         self.reads, self.writes = os.fdopen(reads, "rb"), os.fdopen(writes, "wb")
 
     def send(self, message: Any) -> None:
-        import json
-
         self.writes.write(json.dumps(message).encode() + b"\n")
         self.writes.flush()
 
     def receive(self) -> Any:
-        import json
-
         line = self.reads.readline(_LONGEST)
         if not line.endswith(b"\n"):
             raise EOFError
@@ -358,8 +347,6 @@ def grade() -> None:
     os.close(to_candidate[0])
     os.close(from_candidate[1])
     channel = Channel(from_candidate[0], to_candidate[1])
-    import json
-
     job = json.loads(sys.stdin.buffer.read())
     names = Names(channel)
     channel.send(job["candidate"])

@@ -24,8 +24,8 @@ from markdown_it import MarkdownIt
 
 from reprieve.errors import ReprieveError, require_choice
 from reprieve.files import parse_json
+from reprieve.tasks import TaskProblem, register_task
 from reprieve.tasks.answers import after_thinking
-from reprieve.tasks.base import TaskProblem, register_task
 from reprieve.tasks.sandbox import ProgramResult, ResourceLimits, Sandbox
 from reprieve.tasks.table import FileTask, read_jsonl, text_of
 

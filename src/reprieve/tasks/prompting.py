@@ -6,17 +6,16 @@ answers are extracted.
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 from reprieve.engine.text import encode_chat, render_chat
 from reprieve.errors import SpecError
 from reprieve.settings import MAX_PROBLEMS, ProblemSettings, PromptSettings
+from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.answers import THINKING_BEGINS, THINKING_ENDS, after_thinking
-from reprieve.tasks.base import Task, TaskProblem
 from reprieve.tasks.graders import Grader
 
 Message = dict[str, str]  # role and content
@@ -55,6 +54,12 @@ class PromptFormat:
             return None
         return after_thinking(text)
 
+    def next_turn(self, answer: str, message: str) -> list[Message]:
+        """Return the model's answer, without its thinking, and the user's next message."""
+        said = self.said(answer)
+        text = answer if said is None else said.strip()
+        return [{"role": "assistant", "content": text}, {"role": "user", "content": message}]
+
     def _render(self, messages: Sequence[Message]) -> str:
         turns = list(messages)
         if self.settings.system_prompt:
@@ -63,46 +68,17 @@ class PromptFormat:
         return render_chat(self.tokenizer, turns, **given)
 
 
-class Conversation:
-    """Messages so far, and the prompt they make."""
-
-    def __init__(self, prompt_format: PromptFormat, first: str) -> None:
-        self._format = prompt_format
-        self.messages: list[Message] = [{"role": "user", "content": first}]
-
-    def add(self, answer: str, message: str) -> None:
-        """Add the model's answer, without its thinking, and the user's next message."""
-        said = self._format.said(answer)
-        self.messages += [
-            {"role": "assistant", "content": answer if said is None else said.strip()},
-            {"role": "user", "content": message},
-        ]
-
-    def prompt(self) -> list[int]:
-        """Return the tokens that the model reads next."""
-        return self._format.encode(self.messages)
-
-
-@dataclass
-class PromptedTask:
+class PromptedTask(Task):
     """A task with its prompts formatted for one model."""
 
-    task: Task
-    format: PromptFormat
     max_new_tokens: int
-    name: str = field(init=False)
-    graded: bool = field(init=False)
-    splits: tuple[str, ...] = field(init=False)
-    stop: tuple[str, ...] = field(init=False)
-    chat_stop: tuple[str, ...] = field(init=False)
-    runs_programs: bool = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.runs_programs = self.task.runs_programs
-        self.name, self.graded, self.splits = self.task.name, self.task.graded, self.task.splits
+    def __init__(self, task: Task, prompt_format: PromptFormat, max_new_tokens: int) -> None:
+        self.task, self.format, self.max_new_tokens = task, prompt_format, max_new_tokens
+        self.name, self.graded, self.splits = task.name, task.graded, task.splits
+        self.runs_programs = task.runs_programs
         # Stop texts prevent further worked examples after a raw prompt; a chat ends by itself and may contain them.
-        chats = self.format.settings.chat_template
-        self.stop = self.chat_stop = tuple(self.task.chat_stop if chats else self.task.stop)
+        self.stop = tuple(task.chat_stop if prompt_format.settings.chat_template else task.stop)
 
     @property
     def grader(self) -> Grader:
@@ -110,10 +86,8 @@ class PromptedTask:
 
     def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
         found = self.task.problems(split, limit, offset=offset)
-        return [
-            dataclasses.replace(problem, prompt_ids=tuple(Conversation(self.format, problem.prompt).prompt()))
-            for problem in found
-        ]
+        prompts = [self.format.encode([{"role": "user", "content": problem.prompt}]) for problem in found]
+        return [replace(problem, prompt_ids=tuple(ids)) for problem, ids in zip(found, prompts, strict=True)]
 
     def fit(self, problems: Sequence[TaskProblem], num_positions: int) -> None:
         """Reduce `max_new_tokens` to what fits into the models' context after the longest of these prompts."""

@@ -96,7 +96,7 @@ class Sandbox:
                 self._mechanism = mechanism
                 break
             reasons.append(f"{mechanism.name}: {why_not}")
-        if not self.isolated and not unsafe:
+        if type(self._mechanism) is Unisolated and not unsafe:
             raise ReprieveError(
                 f"generated code needs isolation, which this host lacks ({'; '.join(reasons)}). Install bubblewrap, or "
                 f"use Linux 6.12 or newer with {install_command('code')}, or accept that the code can do what you "
@@ -107,11 +107,6 @@ class Sandbox:
     def mechanism(self) -> str:
         """Mechanism that isolates programs on this host: "bubblewrap", "sandlock", or "none"."""
         return self._mechanism.name
-
-    @property
-    def isolated(self) -> bool:
-        """True if programs are isolated."""
-        return type(self._mechanism) is not Unisolated
 
     def run(self, program: str, stdin: str = "") -> ProgramResult:
         """Run a program to its end, or to a limit; all its processes are gone afterwards, and all its files."""

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 from reprieve.errors import ReprieveError, SpecError, import_extra, require_choice, require_whole
 from reprieve.files import parse_json, read_file
+from reprieve.tasks import Task, TaskProblem, problem_digest, register_task
 from reprieve.tasks.answers import final_answer
-from reprieve.tasks.base import Task, TaskProblem, problem_digest, register_task
 from reprieve.tasks.graders import JUDGE, FunctionGrader, make_grader
 
 _LARGEST = 4 << 30  # bytes of a file

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from reprieve.errors import require_choice, require_whole
-from reprieve.tasks.base import Task, TaskProblem, register_task
+from reprieve.tasks import Task, TaskProblem, register_task
 from reprieve.tasks.families import FAMILIES, LARGE, ROUND, SMALL, ProblemStep
 from reprieve.tasks.graders import Grader, NumberGrader
 
@@ -22,10 +22,6 @@ SPLITS = ("train", "validation", "test")
 _VALIDATION_BUCKETS = range(16)
 _TEST_BUCKETS = range(16, 48)
 _NUM_BUCKETS = 256
-# Mixture of the task's problems; the models are trained on other mixtures. It was chosen on the validation split so
-# that the gap between target and draft is similar to that of the papers' pairs (docs/pair.md).
-LARGE_SHARE = 0.25
-FAMILY_WEIGHTS = {"chain": 1.0, "compare": 0.3, "shop": 1.0, "work": 1.0, "share": 1.5}
 
 
 @dataclass(frozen=True)
@@ -48,12 +44,10 @@ class Contents:
     step_weights: tuple[float, ...] | None = None
     fewest_steps: int = 2
 
-    def __post_init__(self) -> None:
-        if unknown := {*self.family_weights, *self.large_shares} - set(FAMILIES):
-            raise ValueError(f"families must be among {sorted(FAMILIES)}, got {sorted(unknown)}")
 
-
-ARITHMETIC = Contents(FAMILY_WEIGHTS, LARGE_SHARE)
+# Mixtures of the tasks' problems; the models are trained on other mixtures. They were chosen on the validation split so
+# that the gap between target and draft is similar to that of the papers' pairs (docs/pair.md).
+ARITHMETIC = Contents({"chain": 1.0, "compare": 0.3, "shop": 1.0, "work": 1.0, "share": 1.5}, large_share=0.25)
 MINIATURE = Contents(
     {"chain": 1.15, "compare": 0.05, "shop": 0.7, "work": 1.1, "share": 1.5},
     large_share=0.25,
@@ -65,22 +59,15 @@ MINIATURE = Contents(
 
 
 @dataclass(frozen=True)
-class GeneratedProblem:
-    """A question, the steps that solve it, and the answer (the last step's result)."""
+class GeneratedProblem(TaskProblem):
+    """A word problem with the steps that solve it; the last one's result is the answer."""
 
-    problem_id: str
-    family: str
-    question: str
-    steps: tuple[ProblemStep, ...]
+    family: str = ""
+    steps: tuple[ProblemStep, ...] = ()
 
     @property
     def answer(self) -> int:
         return self.steps[-1].result
-
-    @property
-    def prompt(self) -> str:
-        """The exact text a model is given; the solution follows it."""
-        return f"Question: {self.question}\nAnswer:"
 
 
 def split_of(question: str) -> str:
@@ -120,7 +107,8 @@ def draw_problem(split: str, index: int, *, seed: int = 0, contents: Contents = 
             ranges = ROUND
         question, steps = FAMILIES[family](rng, num_steps, ranges)
         if split_of(question) == split:
-            return GeneratedProblem(f"{split}-{seed}-{index}", family, question, tuple(steps))
+            name, prompt, answer = f"{split}-{seed}-{index}", f"Question: {question}\nAnswer:", str(steps[-1].result)
+            return GeneratedProblem(name, prompt, answer, question=question, family=family, steps=tuple(steps))
 
 
 @register_task
@@ -138,8 +126,7 @@ class ArithmeticTask(Task):
     grader: Grader = field(default=NumberGrader(), init=False, repr=False)
 
     def problems(self, split: str, limit: int, *, offset: int = 0) -> list[TaskProblem]:
-        drawn = (draw_problem(split, index, contents=self.contents) for index in range(offset, offset + limit))
-        return [as_task_problem(problem) for problem in drawn]
+        return [draw_problem(split, index, contents=self.contents) for index in range(offset, offset + limit)]
 
     def wrap(self, question: str) -> str:
         return question if question.startswith("Question:") else f"Question: {question.strip()}\nAnswer:"
@@ -154,8 +141,3 @@ class WordProblemsTask(ArithmeticTask):
 
     name: str = field(default="word_problems", init=False)
     max_new_tokens: int = field(default=300, init=False)
-
-
-def as_task_problem(problem: GeneratedProblem) -> TaskProblem:
-    """Convert a generated problem to a `TaskProblem`."""
-    return TaskProblem(problem.problem_id, problem.prompt, str(problem.answer), question=problem.question)

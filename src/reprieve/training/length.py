@@ -19,7 +19,7 @@ from reprieve.identity import digest
 from reprieve.models.cached_model import eos_token_ids, forward_seconds
 from reprieve.rules import Rule
 from reprieve.settings import SamplingParams
-from reprieve.tasks.base import TaskProblem
+from reprieve.tasks import TaskProblem
 from reprieve.tasks.prompting import prompt_ids_of
 from reprieve.training.features import auc
 from reprieve.training.linear import LinearFit, fit_linear

@@ -16,7 +16,7 @@ from reprieve.identity import digest
 from reprieve.models.cached_model import eos_token_ids
 from reprieve.models.sampling import UniformDraw
 from reprieve.settings import ProblemSettings, SamplingParams
-from reprieve.tasks.base import TaskProblem
+from reprieve.tasks import TaskProblem
 from reprieve.tasks.prompting import prompt_ids_of
 from reprieve.types import Progress, no_progress
 
