@@ -31,7 +31,6 @@ from reprieve.mining.target import ResponseFormat
 from reprieve.models.cached_model import eos_token_ids
 from reprieve.rules import Rule, parse_rule
 from reprieve.settings import MAX_DRAFT_TOKENS, PairSettings, ProblemSettings, SamplingSettings
-from reprieve.stats import BranchChoices
 from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.prompting import prompt_of
 from reprieve.types import Generation, RoundTrace
@@ -39,6 +38,39 @@ from tables import share_text
 
 CATEGORIES = ("all", "draft_better", "target_better", "both_right", "both_wrong")
 _SHARES = {"draft_not_worse": "num_draft_not_worse", "draft_chosen": "num_draft_chosen", "agreement": "num_agreed"}
+
+
+@dataclass(frozen=True)
+class BranchChoices:
+    """Choices between a draft's and a target's branch, and the utility of each branch: [n] each (CoSpec, Table 3)."""
+
+    accepted: Sequence[bool]  # whether the draft's was chosen
+    draft_utilities: Sequence[float]
+    target_utilities: Sequence[float]
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Return counts, overall and by category: all, draft not worse, draft chosen, chosen branch not worse.
+
+        Branches of equal utility count as both right if it is at least 0.5, else as both wrong.
+        """
+        accepted, draft = np.asarray(self.accepted, dtype=bool), np.asarray(self.draft_utilities)
+        gains = draft - np.asarray(self.target_utilities)
+        groups = {
+            "all": np.ones_like(accepted),
+            "draft_better": gains > 0,
+            "target_better": gains < 0,
+            "both_right": (gains == 0) & (draft >= 0.5),
+            "both_wrong": (gains == 0) & (draft < 0.5),
+        }
+        flags = {
+            "num": np.ones_like(accepted),
+            "num_draft_not_worse": gains >= 0,
+            "num_draft_chosen": accepted,
+            "num_agreed": np.where(accepted, gains >= 0, gains <= 0),
+        }
+        return {
+            name: {key: int((members & flag).sum()) for key, flag in flags.items()} for name, members in groups.items()
+        }
 
 
 @dataclass(frozen=True)

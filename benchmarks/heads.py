@@ -20,9 +20,8 @@ from sklearn.neural_network import MLPClassifier
 import reprieve
 from arms import labels_of, over, part, run, task_of, write_parts
 from reprieve.heads.settings import FeatureRecipe
+from reprieve.training.classifiers import fit_linear, train_pivot
 from reprieve.training.features import LabelledTokens, auc, auc_interval, collect, split_by_problem
-from reprieve.training.linear import fit_linear
-from reprieve.training.pivot import train_pivot
 from reprieve.training.settings import JudgeTraining, PivotTraining
 
 SEED = 0
@@ -107,10 +106,20 @@ def inputs(split: Split) -> list[list[str]]:
     return [[group, *_row(name, split, split.best_linear(recipe)[1])] for (group, name), recipe in recipes.items()]
 
 
+def _log_probs(tokens: LabelledTokens) -> np.ndarray:
+    """Return the target's log-probabilities of the drafted tokens."""
+    return tokens.states.probability.clamp_min(1e-45).log().numpy()
+
+
+def _draft_probability(tokens: LabelledTokens) -> np.ndarray:
+    """Return the draft's probabilities of the drafted tokens."""
+    return tokens.states.draft_probability.numpy().astype(np.float64)
+
+
 def correlation(split: Split, scores: np.ndarray) -> list[list[str]]:
     """Appendix O: correlation of the head's and the draft's probability of drafted tokens, on held-out problems."""
     held = split.held
-    head_scores, draft_probs = scores[held], split.tokens.draft_probs[held].astype(np.float64)
+    head_scores, draft_probs = scores[held], _draft_probability(split.tokens)[held]
     problems = split.tokens.problem_ids[held]
     by_problem = [
         np.corrcoef(head_scores[problems == problem], draft_probs[problems == problem])[0, 1]
@@ -161,8 +170,8 @@ def main() -> None:
     named = {
         "judge, target states": target_scores,
         "judge, target and draft states": both_scores,
-        "target's log-probability alone": -tokens.target_log_probs,
-        "draft's probability alone": -tokens.draft_probs,
+        "target's log-probability alone": -_log_probs(tokens),
+        "draft's probability alone": -_draft_probability(tokens),
     }
     curves = {name: (tokens.important[held], scores[held]) for name, scores in list(named.items())[:3]}
     rows = [["AutoJudge's", name, over(split.interval(scores))] for name, scores in named.items()]
@@ -190,7 +199,7 @@ def pivot_part(pair: reprieve.Pair, arguments: argparse.Namespace, curves: dict)
     head = train_pivot(tokens, pair.identity, task_of(pair).name, settings=settings)
     named = {
         "pivot (MLP)": head.probability(torch.tensor(tokens.features(head.recipe))).numpy().astype(np.float64),
-        "target's log-probability alone": -tokens.target_log_probs,
+        "target's log-probability alone": -_log_probs(tokens),
         "linear head": split.best_linear(JUDGE_TARGET)[1],
     }
     curves["pivot, on PAD's labels"] = (tokens.important[split.held], named["pivot (MLP)"][split.held])

@@ -17,8 +17,8 @@ import torch
 
 from arms import part, run, whole, write_parts
 from reprieve.bench.environment import Machine
+from reprieve.engine import Pair, load_pair
 from reprieve.models.cached_model import CachedModel
-from reprieve.models.loading import ModelPair
 
 ROWS = (1, 3, 5, 9, 17, 33)
 _CACHED, _REPEATS = 200, 9
@@ -31,7 +31,7 @@ def texts_of(path: Path, num: int) -> list[str]:
 
 
 @torch.inference_mode()
-def log_probs(model: ModelPair, texts: list[str]) -> torch.Tensor:  # [n, V]
+def log_probs(model: Pair, texts: list[str]) -> torch.Tensor:  # [n, V]
     ids = [model.tokenizer.encode(text) for text in texts]
     return torch.cat([model.target(torch.tensor([one])).logits[0].log_softmax(-1).half() for one in ids])
 
@@ -54,7 +54,7 @@ def measure(name: str, texts: list[str]) -> tuple[list[str], list[list[str]]]:
     found: dict[str, torch.Tensor] = {}
     speeds = []
     for dtype in ("float32", "int8"):
-        model = ModelPair.load(name, dtype=dtype, device="cpu")
+        model = load_pair(name, dtype=dtype, device="cpu")
         found[dtype] = log_probs(model, texts)
         cached = model.cached_target()
         speeds.append([name, dtype, *(f"{milliseconds(cached, rows):.0f}" for rows in ROWS)])

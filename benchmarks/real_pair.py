@@ -136,10 +136,10 @@ def join_parts(model: Model, path: Path) -> None:
 
 def convert(gguf: Path, folder: Path) -> None:
     """Write a GGUF model as a transformers folder, in bfloat16."""
-    from reprieve.models.loading import ModelPair
+    from reprieve.engine import load_pair
 
     print(f"converting {gguf.name}", flush=True)
-    loaded = ModelPair.load(gguf, dtype="bfloat16", device="cpu")
+    loaded = load_pair(gguf, dtype="bfloat16", device="cpu")
     loaded.target.save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)
 

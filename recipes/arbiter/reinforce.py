@@ -31,7 +31,7 @@ from reprieve.models.arbiter import ArbiterModel
 from reprieve.tasks import Task, load_task
 from reprieve.tasks.prompting import with_prompts
 from reprieve.training.arbiter_warm_up import RoundReader, keep_best
-from reprieve.training.loop import NetworkLearner, train
+from reprieve.training.loop import Learner, train
 from reprieve.types import Progress, no_progress
 
 _REJECT_ALL = -3.0  # logit: pi(accept) is 5%, enough for exploration
@@ -102,7 +102,7 @@ def reinforce(
     return Arbiter.from_pretrained(folder / "arbiter")
 
 
-class _Learner(NetworkLearner):
+class _Learner(Learner):
     def __init__(
         self,
         pair: Pair,

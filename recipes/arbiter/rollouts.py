@@ -19,7 +19,7 @@ from torch import Tensor
 from recipes.arbiter.rewards import Decision, Rollout, RolloutRound
 from recipes.arbiter.settings import RolloutSettings
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder, load_pair
-from reprieve.engine.processes import start_worker
+from reprieve.engine.pair import start_worker
 from reprieve.errors import ReprieveError, SpecError, require_whole
 from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.settings import ArbiterShape

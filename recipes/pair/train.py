@@ -32,7 +32,7 @@ from recipes.pair.wordings import Teller
 from reprieve.bundles import BY_KEY
 from reprieve.tasks.families import FAMILIES
 from reprieve.tasks.word_problems import Contents, draw_problem
-from reprieve.training.loop import NetworkLearner, learning_rate_at, train
+from reprieve.training.loop import Learner, learning_rate_at, train
 
 _REPORT_SECONDS = 20.0
 
@@ -101,7 +101,7 @@ def grow(model: LlamaForCausalLM, num_layers: int) -> None:
     model.config.num_hidden_layers = num_layers
 
 
-class PairLearner(NetworkLearner):
+class PairLearner(Learner):
     """Trains one model of the pair.
 
     Args:

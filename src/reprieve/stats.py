@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -124,44 +123,3 @@ def bootstrap_interval(
         return (math.nan, math.nan)
     low, high = np.nanpercentile(draws, [2.5, 97.5])
     return (float(low), float(high))
-
-
-@dataclass(frozen=True)
-class BranchChoices:
-    """Choices between a draft's and a target's branch, and the utility of each branch: [n] each (CoSpec, Table 3)."""
-
-    accepted: Sequence[bool]  # whether the draft's was chosen
-    draft_utilities: Sequence[float]
-    target_utilities: Sequence[float]
-
-    def counts(self) -> dict[str, dict[str, int]]:
-        """Return counts, overall and by category: all, draft not worse, draft chosen, chosen branch not worse.
-
-        Branches of equal utility count as both right if it is at least 0.5, else as both wrong.
-        """
-        accepted, draft = np.asarray(self.accepted, dtype=bool), np.asarray(self.draft_utilities)
-        gains = draft - np.asarray(self.target_utilities)
-        groups = {
-            "all": np.ones_like(accepted),
-            "draft_better": gains > 0,
-            "target_better": gains < 0,
-            "both_right": (gains == 0) & (draft >= 0.5),
-            "both_wrong": (gains == 0) & (draft < 0.5),
-        }
-        flags = {
-            "num": np.ones_like(accepted),
-            "num_draft_not_worse": gains >= 0,
-            "num_draft_chosen": accepted,
-            "num_agreed": np.where(accepted, gains >= 0, gains <= 0),
-        }
-        return {
-            name: {key: int((members & flag).sum()) for key, flag in flags.items()} for name, members in groups.items()
-        }
-
-    def shares(self) -> dict[str, float]:
-        """Values for a training log: agreement, and the share of draft choices, by category."""
-        counts = self.counts()
-        shares = {"agreement": counts["all"]["num_agreed"] / max(1, counts["all"]["num"])}
-        for name, count in counts.items():
-            shares[f"draft_chosen_{name}"] = count["num_draft_chosen"] / max(1, count["num"])
-        return shares

@@ -4,11 +4,10 @@ import dataclasses
 
 import pytest
 
-from cospec_branches import diagnose
+from cospec_branches import BranchChoices, diagnose
 from reprieve.engine import Pair, SamplingParams
 from reprieve.models.arbiter import ArbiterAdvisor
 from reprieve.rules.arbiter import ArbiterRule
-from reprieve.stats import BranchChoices
 from tests.kit.arbiters import PROMPT, arbiter_of, decoder_with, trained
 from tests.kit.mining import LastWordTask, problem
 from tests.kit.tiny import NumberTokenizer

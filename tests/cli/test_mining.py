@@ -36,7 +36,7 @@ def test_mine_show_train_and_decode_end_to_end(tmp_path, capsys):
     assert "class of the target's token" in capsys.readouterr().out
     assert main(["train", "judge", *SMALL, "--labels", str(store), "--held-out", "0.5", "--out", str(head)]) == 0
     trained = capsys.readouterr().out
-    assert re.search(r"held-out ROC AUC 0\.\d+", trained)
+    assert re.search(r"held-out ROC AUC: 0\.\d+", trained)
     assert f"reprieve train length --rule judge:path={head} --out {head}-length" in trained
     bench = ["bench", *SMALL, "--arm", f"judge:path={head}", "--limit", "2", "--out", str(tmp_path / "bench")]
     assert main(bench) == 0
@@ -105,7 +105,7 @@ def test_state_arbiter_end_to_end(tmp_path, capsys):
     train = ["train", "state-arbiter", *SMALL, "--labels", str(store), "--grid", "0.01", "--held-out", "0.4"]
     assert main([*train, "--out", str(head)]) == 0
     said = capsys.readouterr().out
-    assert "the draft's side worse in" in said and "the draft's side better in" in said
+    assert "the draft's side worse: in" in said and "the draft's side better: in" in said
     bench = ["bench", *SMALL, "--arm", f"state_arbiter:path={head}", "--limit", "1"]
     assert main([*bench, "--out", str(tmp_path / "b")]) == 0
     judged = tmp_path / "judged"

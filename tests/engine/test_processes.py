@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from reprieve.engine import processes
+from reprieve.engine import pair as processes
 from reprieve.errors import SpecError
 from reprieve.models.cached_model import forward_seconds
 from reprieve.settings import PairSettings

@@ -317,9 +317,9 @@ def test_training_features_equal_what_decoding_sees(pair):
                 for layer in layers:
                     torch.testing.assert_close(found[encoding][layer][row], whole[layer][0, -1], rtol=1e-3, atol=1e-3)
         log_probs = states(pair.target, before).logits[0, -1].log_softmax(-1)
-        assert tokens.target_log_probs[row] == pytest.approx(float(log_probs[ours]), abs=1e-3)
+        assert float(tokens.states.probability[row].log()) == pytest.approx(float(log_probs[ours]), abs=1e-3)
         expected = float(states(pair.draft, before).logits[0, -1].softmax(-1)[ours])
-        assert tokens.draft_probs[row] == pytest.approx(expected, abs=1e-4)
+        assert float(tokens.states.draft_probability[row]) == pytest.approx(expected, abs=1e-4)
     assert tokens.features(FeatureRecipe(states="both")).shape == (2, 64)
 
 

@@ -8,7 +8,7 @@ from reprieve.engine import SpeculativeDecoder, load_pair
 from reprieve.errors import SpecError, UnsupportedModelError
 from reprieve.models.cached_model import CachedModel
 from reprieve.models.int8 import Int8Linear, dtype_name, output_weights, quantise, require_int8
-from reprieve.models.loading import ModelPair, weights_fingerprint
+from reprieve.models.loading import weights_fingerprint
 from reprieve.models.stored import stored_identity
 from reprieve.settings import PairSettings, SamplingParams
 from tests.kit.chats import save_chat_pair
@@ -76,11 +76,9 @@ def test_lossless_decoding_gives_the_targets_own_tokens(folder):
 
 
 def test_int8_has_its_own_fingerprint(folder):
-    exact, rounded = (ModelPair.load(folder / "target", dtype=dtype) for dtype in ("float32", "int8"))
+    exact, rounded = (load_pair(folder / "target", dtype=dtype) for dtype in ("float32", "int8"))
     assert weights_fingerprint(exact.target) != weights_fingerprint(rounded.target)
-    assert weights_fingerprint(rounded.target) == weights_fingerprint(
-        ModelPair.load(folder / "target", dtype="int8").target
-    )
+    assert weights_fingerprint(rounded.target) == weights_fingerprint(load_pair(folder / "target", dtype="int8").target)
     assert rounded.vocab_size == exact.vocab_size
     head = exact.target.get_output_embeddings().weight.detach()
     torch.testing.assert_close(output_weights(rounded.target), head.float(), rtol=0, atol=float(head.abs().max()) / 100)
@@ -103,7 +101,7 @@ def test_other_devices_are_refused(folder):
     with pytest.raises(UnsupportedModelError, match="requires the CPU, got device 'cuda:0'"):
         require_int8("cuda:0")
     with pytest.raises(SpecError, match="requires one device"):
-        ModelPair.load(folder / "target", dtype="int8", device_map="auto")
+        load_pair(folder / "target", dtype="int8", device_map="auto")
 
 
 def test_servers_refuse_what_only_the_local_engine_reads(folder):

@@ -18,7 +18,7 @@ from reprieve.needs import Need
 from reprieve.rules.arbiter import ArbiterRule
 from reprieve.settings import PairSettings
 from reprieve.tasks import load_task
-from reprieve.training.arbiter_warm_up import ArbiterTraining, RoundReader, warm_up
+from reprieve.training.arbiter_warm_up import ArbiterTraining, RoundReader, Traces, require_traces, warm_up
 from tests.kit.pairs import SMALL
 from tests.kit.parity import CLIMB, ParityTask, climb, mine
 from tests.kit.tiny import NumberTokenizer, perturbed, tiny_model
@@ -32,7 +32,7 @@ def pair():
 
 @pytest.fixture(scope="module")
 def traces(pair):
-    return mine(pair, 8)
+    return Traces(require_traces(mine(pair, 8)), "parity", 4)
 
 
 QUICK = ArbiterTraining(
@@ -58,10 +58,10 @@ def stopping_at(update):
 
 @pytest.mark.slow
 def test_warm_up_learns_and_resumes_exactly(pair, traces, tmp_path):
-    whole = warm_up(pair, traces, "parity", tmp_path / "whole", num_draft_tokens=4, settings=QUICK)
+    whole = warm_up(pair, traces, tmp_path / "whole", settings=QUICK)
     with pytest.raises(Stop):
-        warm_up(pair, traces, "parity", tmp_path / "cut", num_draft_tokens=4, settings=QUICK, progress=stopping_at(4))
-    resumed = warm_up(pair, traces, "parity", tmp_path / "cut", num_draft_tokens=4, settings=QUICK)
+        warm_up(pair, traces, tmp_path / "cut", settings=QUICK, progress=stopping_at(4))
+    resumed = warm_up(pair, traces, tmp_path / "cut", settings=QUICK)
     assert resumed.fingerprint == whole.fingerprint
     assert read(tmp_path / "cut") == read(tmp_path / "whole")
     losses = [line["loss"] for line in read(tmp_path / "whole") if line["kind"] == "train"]
@@ -72,28 +72,23 @@ def test_warm_up_learns_and_resumes_exactly(pair, traces, tmp_path):
     assert whole.training["validation"]["loss"] == min(line["loss"] for line in validations), "the best epoch's"
     other = dataclasses.replace(QUICK, seed=1)
     with pytest.raises(ReprieveError, match="belongs to another recipe"):
-        warm_up(pair, traces, "parity", tmp_path / "cut", num_draft_tokens=4, settings=other)
+        warm_up(pair, traces, tmp_path / "cut", settings=other)
 
 
 def test_a_warm_up_interrupted_at_the_end_of_an_epoch_still_validates_it(pair, traces, tmp_path):
     settings = dataclasses.replace(QUICK, num_epochs=1)
     num = len(read_updates(pair, traces, tmp_path / "whole", settings))
     with pytest.raises(Stop):
-        warm_up(
-            pair, traces, "parity", tmp_path / "cut", num_draft_tokens=4, settings=settings, progress=stopping_at(num)
-        )
-    assert (
-        warm_up(pair, traces, "parity", tmp_path / "cut", num_draft_tokens=4, settings=settings).training["update"]
-        == num
-    )
+        warm_up(pair, traces, tmp_path / "cut", settings=settings, progress=stopping_at(num))
+    assert warm_up(pair, traces, tmp_path / "cut", settings=settings).training["update"] == num
 
 
 @pytest.mark.slow
 def test_an_arbiter_with_readings_sees_the_same_inputs_in_training_and_decoding(pair, traces, tmp_path):
     settings = dataclasses.replace(QUICK, readings=True)
-    made = warm_up(pair, traces, "parity", tmp_path / "warm", num_draft_tokens=4, settings=settings)
+    made = warm_up(pair, traces, tmp_path / "warm", settings=settings)
     assert made.shape.num_readings == 2 * 32 + 4 and made.tensors["readings.weight"].abs().sum() > 0
-    plain = warm_up(pair, traces, "parity", tmp_path / "plain", num_draft_tokens=4, settings=QUICK)
+    plain = warm_up(pair, traces, tmp_path / "plain", settings=QUICK)
     assert "readings.weight" not in plain.tensors and plain.needs == frozenset()
     made.save_pretrained(tmp_path / "saved")
     rule = ArbiterRule.of(Arbiter.from_pretrained(tmp_path / "saved"), lambda_=0.5)
@@ -123,14 +118,14 @@ def test_an_arbiter_with_readings_sees_the_same_inputs_in_training_and_decoding(
 @pytest.mark.slow
 def test_reinforcement_trains_the_readings(pair, traces, tmp_path):
     settings = dataclasses.replace(QUICK, readings=True, num_epochs=1)
-    start = warm_up(pair, traces, "parity", tmp_path / "warm", num_draft_tokens=4, settings=settings)
+    start = warm_up(pair, traces, tmp_path / "warm", settings=settings)
     made = climb(pair, tmp_path / "rl", start=start)
     assert made.shape == start.shape
     assert not torch.equal(made.tensors["readings.weight"], start.tensors["readings.weight"])
 
 
 def read_updates(pair, traces, folder, settings):
-    warm_up(pair, traces, "parity", folder, num_draft_tokens=4, settings=settings)
+    warm_up(pair, traces, folder, settings=settings)
     return [line for line in read(folder) if line["kind"] == "train"]
 
 
@@ -151,9 +146,9 @@ def test_two_processes_make_the_same_rollouts_as_one(tmp_path, bundled_pair):
     assert ours[5] == theirs[5]
 
 
-def test_warm_up_needs_labelled_traces(pair, traces, tmp_path):
+def test_warm_up_needs_labelled_traces(pair):
     with pytest.raises(ReprieveError, match="got 1; `reprieve mine arbitration`"):
-        warm_up(pair, traces[:1], "parity", tmp_path, num_draft_tokens=4)
+        require_traces(mine(pair, 1))
 
 
 def without_seconds(lines):

@@ -22,13 +22,14 @@ def pair():
     return Pair(target, perturbed(target, noise=0.03), NumberTokenizer(), "tiny/target", "tiny/draft")
 
 
-def trained(pair, *, rule="lossless", settings=SETTINGS, **options):
-    return train_length(pair, parse_rule(rule), "toy", PROBLEMS, max_new_tokens=40, settings=settings, **options)
+def trained(pair, folder, *, rule="lossless", settings=SETTINGS, **options):
+    options |= {"settings": settings, "folder": folder}
+    return train_length(pair, parse_rule(rule), "toy", PROBLEMS, max_new_tokens=40, **options)
 
 
 @pytest.mark.slow
-def test_a_trained_head_drafts_fewer_rejected_tokens(pair):
-    head = trained(pair)
+def test_a_trained_head_drafts_fewer_rejected_tokens(pair, tmp_path):
+    head = trained(pair, tmp_path)
     assert min(head.training["auc_held_out"]) > 0.6
     params = SamplingParams(max_new_tokens=60)
     made = {}
@@ -41,13 +42,13 @@ def test_a_trained_head_drafts_fewer_rejected_tokens(pair):
 
 
 @pytest.mark.slow
-def test_a_head_serves_the_range_of_its_training_thresholds(pair):
+def test_a_head_serves_the_range_of_its_training_thresholds(pair, tmp_path):
     settings = LengthTraining(num_draft_tokens=6, thresholds=(2.0, 5.0), grid=(0.1,), held_out=0.3)
-    head = trained(pair, rule="top_k:k=3", settings=settings)
+    head = trained(pair, tmp_path, rule="top_k:k=3", settings=settings)
     assert (head.rule, head.lowest, head.highest, head.most) == ("top_k", 2.0, 5.0, 6)
     assert head.covers(parse_rule("top_k:k=4")) and not head.covers(parse_rule("top_k:k=6"))
     with pytest.raises(SpecError, match="rule lossless has no dial"):
-        trained(pair, settings=settings)
+        trained(pair, tmp_path, settings=settings)
 
 
 @pytest.mark.slow
@@ -56,11 +57,11 @@ def test_interrupted_training_resumes_to_the_same_head(pair, tmp_path):
         if done == 9:
             raise KeyboardInterrupt
 
-    whole = trained(pair)
+    whole = trained(pair, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        trained(pair, folder=tmp_path, progress=stop)
+        trained(pair, tmp_path / "cut", progress=stop)
     seen = []
-    resumed = trained(pair, folder=tmp_path, progress=lambda done, total: seen.append(done))
+    resumed = trained(pair, tmp_path / "cut", progress=lambda done, total: seen.append(done))
     assert seen[0] == 10
     torch.testing.assert_close(resumed.hidden_weight, whole.hidden_weight)
     torch.testing.assert_close(resumed.scalar_weight, whole.scalar_weight)
@@ -75,8 +76,11 @@ def test_nothing_after_the_end_of_text_counts():
     assert recorder.rounds == [(2, 2)]
 
 
-def test_too_few_problems_or_classes_are_refused(pair):
+def test_too_few_problems_or_classes_are_refused(pair, tmp_path):
     with pytest.raises(SpecError, match="at least 2"):
-        train_length(pair, parse_rule("lossless"), "toy", PROBLEMS[:1], max_new_tokens=8)
+        train_length(
+            pair, parse_rule("lossless"), "toy", PROBLEMS[:1], max_new_tokens=8, settings=SETTINGS, folder=tmp_path
+        )
+    settings = LengthTraining(num_draft_tokens=4, temperatures=(0.0,))
     with pytest.raises(SpecError, match="must hold accepted and rejected tokens"):
-        trained(pair, rule="top_k:k=48", settings=LengthTraining(num_draft_tokens=4, temperatures=(0.0,)))
+        trained(pair, tmp_path, rule="top_k:k=48", settings=settings)

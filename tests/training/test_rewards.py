@@ -17,7 +17,6 @@ from recipes.arbiter.rewards import (
 )
 from reprieve.errors import SpecError
 from reprieve.models.arbiter import ArbitrationRound
-from reprieve.training.arbiter_warm_up import warm_up_loss
 
 
 def round_of(*decisions, k=4):
@@ -112,7 +111,7 @@ def test_clipped_objective_by_hand():
     assert clipped_objective(logits, accepted, old, advantages, clip=0.1)[3].item() == pytest.approx(-0.9)
 
 
-def test_entropy_divergence_and_warm_up_loss_by_hand():
+def test_entropy_and_divergence_by_hand():
     zero, three_to_one = torch.zeros(1), torch.tensor([math.log(3.0)])
     assert policy_entropy(zero).item() == pytest.approx(math.log(2))
     assert policy_entropy(three_to_one).item() == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
@@ -120,8 +119,6 @@ def test_entropy_divergence_and_warm_up_loss_by_hand():
         0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)
     )
     assert policy_divergence(zero, zero).item() == 0.0
-    loss = warm_up_loss(torch.cat([zero, three_to_one]), torch.tensor([0.3, 0.8]))
-    assert loss.item() == pytest.approx(math.log(2) - 0.8 * math.log(0.75) - 0.2 * math.log(0.25)), "Eq. 29"
 
 
 def test_gradient_ascent_raises_rewarded_and_lowers_punished_actions():

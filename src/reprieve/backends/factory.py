@@ -18,7 +18,7 @@ from reprieve.backends.settings import (
     VllmSettings,
 )
 from reprieve.bench.engine import Engine
-from reprieve.engine.processes import load_configured
+from reprieve.engine.pair import load_configured
 from reprieve.errors import SpecError
 from reprieve.models.stored import stored_identity
 from reprieve.settings import PairSettings

@@ -16,7 +16,7 @@ from reprieve.bench.engine import Engine, EngineFacts, Job, RunConfig
 from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.drafters import DRAFTERS
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder, load_pair
-from reprieve.engine.processes import start_worker
+from reprieve.engine.pair import start_worker
 from reprieve.errors import EngineError, require_whole
 from reprieve.models.cached_model import shared_length
 from reprieve.settings import NumDraftTokens

@@ -165,10 +165,10 @@ def load(pair: PairSettings, *, decodes: bool = True) -> Pair:
     """Load the pair without transformers' progress bars and warnings.
 
     Args:
-        decodes: see `engine.processes.load_configured`.
+        decodes: see `engine.pair.load_configured`.
     """
     quiet_transformers()
-    from reprieve.engine.processes import load_configured
+    from reprieve.engine.pair import load_configured
 
     return load_configured(pair, warn, decodes=decodes)
 

@@ -71,9 +71,8 @@ class TrainHead(Command):
     def _fit(self, pair: Pair, problems: list[ProblemLabels], manifest: Mapping[str, Any], out: Path) -> Head:
         """Recompute the features of some labels, fit a head, save it and say how good it is."""
         from reprieve.heads.files import claim_head
+        from reprieve.training.classifiers import train_judge, train_pivot, train_state_arbiter
         from reprieve.training.features import collect
-        from reprieve.training.linear import train_judge, train_state_arbiter
-        from reprieve.training.pivot import train_pivot
 
         trainers: dict[type, Callable[..., Head]] = {
             JudgeTraining: train_judge,
@@ -98,20 +97,8 @@ class TrainHead(Command):
         drafter = f"eagle3:{manifest['drafter_weights']}" if "drafter" in manifest else "draft"
         head = replace(head, prompt=manifest["prompt"], problems=_digests(problems), drafter=drafter)
         head.save_pretrained(out)
-        screen.say("\n".join([*self.report(head), f"features: {recipe.name}"]))
+        screen.say("\n".join(f"{name}: {value}" for name, value in head.facts().items()))
         return head
-
-    def report(self, head: Head) -> list[str]:
-        """Lines on how good a head is."""
-        from reprieve.heads.classifiers import auc_text
-
-        training = head.training
-        return [
-            f"{training['num_tokens']} labels of {training['num_problems']} problems, "
-            f"{training['num_important']} important; held-out ROC AUC {auc_text(training['auc_held_out'])}",
-            f"threshold {head.threshold:g} refuses {100 * training['recall_at_threshold']:.0f}% of the important and "
-            f"accepts {100 * training['acceptance_at_threshold']:.0f}% of the others",
-        ]
 
 
 @dataclass(frozen=True)
@@ -146,17 +133,6 @@ class TrainStateArbiter(TrainHead):
     settings: StateArbiterTraining = field(default_factory=StateArbiterTraining)
     labels: Path = Path("runs/traces")
     out: Path = Path("heads/state-arbiter")
-
-    def report(self, head: Head) -> list[str]:
-        """Lines on how good a head is."""
-        from reprieve.heads.classifiers import auc_text
-
-        training = head.training
-        return [f"{training['num_tokens']} labels of {training['num_problems']} problems"] + [
-            f"the draft's side {name} in {training[name]['num']}; "
-            f"held-out ROC AUC {auc_text(training[name]['auc_held_out'])}"
-            for name in ("worse", "better")
-        ]
 
 
 @dataclass(frozen=True)
@@ -195,15 +171,7 @@ class TrainArbiter(Command):
         claim_head(self.out / "arbiter", "arbiter")
         self.keep_config(self.out)
         with screen.progress("updates") as progress:
-            arbiter = warm_up(
-                pair,
-                traces.problems,
-                traces.task,
-                self.out,
-                num_draft_tokens=traces.num_draft_tokens,
-                settings=self.settings,
-                progress=progress,
-            )
+            arbiter = warm_up(pair, traces, self.out, settings=self.settings, progress=progress)
         report_arbiter(arbiter, self.out / "arbiter")
         return 0
 

@@ -1,25 +1,41 @@
-"""A pair makes decoders from its models, a drafter, a rule and the rule's heads."""
+"""A pair makes decoders from its models, a drafter, a rule and the rule's heads; loading, threads and workers."""
 
 from __future__ import annotations
 
+import os
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from reprieve.bundles import bundle_of
+import torch
+from transformers.utils import logging
+
+from reprieve.bundles import BUNDLES
 from reprieve.drafters import DRAFTERS, DrafterSettings
 from reprieve.drafters.length import AcceptanceLength, DraftLength, FixedLength, LearnedLength
 from reprieve.engine.decoder import SpeculativeDecoder
-from reprieve.errors import SpecError
+from reprieve.errors import PairError, SpecError, require_choice
 from reprieve.heads.certificates import Conditions
-from reprieve.heads.length import LengthHead, load_length_head
+from reprieve.heads.length import LengthHead, bundled_length_head, load_length_head
 from reprieve.heads.loading import attach_heads, require_heads_fit
 from reprieve.models.arbiter import ArbiterAdvisor, make_advisor
-from reprieve.models.loading import ModelPair
+from reprieve.models.cached_model import forward_seconds
+from reprieve.models.int8 import INT8, num_weights, require_int8
+from reprieve.models.loading import DTYPES, ModelPair, load_model, require_device, require_same_tokenizer
 from reprieve.rules import LosslessRule, Rule, parse_rule
-from reprieve.settings import AUTO, BUNDLED_PAIR, NumDraftTokens, require_draft_tokens
+from reprieve.settings import AUTO, BUNDLED_PAIR, NumDraftTokens, PairSettings, length_head_path, require_draft_tokens
 
 TARGET_ONLY = "target_only"
 DRAFT_ONLY = "draft_only"
+# A trial chooses the CPU threads: further ones cost small models more in synchronisation than they gain.
+_LARGE = 500_000_000  # parameters; larger models use all cores without a trial
+_GAIN = 1.25  # required speedup, because a second thread occupies another core
+_REPEATS = 7
+_READ = 8  # tokens of a trial forward
 
 
 @dataclass(frozen=True, repr=False)
@@ -108,19 +124,20 @@ class Pair(ModelPair):
             ReprieveError: a head that cannot be loaded.
         """
         if isinstance(num_draft_tokens, LengthHead):
-            num_draft_tokens.require_pair(self.identity, "num_draft_tokens")
-            num_draft_tokens.require_rule(rule, "num_draft_tokens")
+            name, head = "num_draft_tokens", num_draft_tokens
         else:
             require_draft_tokens(num_draft_tokens)
-            if not isinstance(num_draft_tokens, str):
-                return None
-            if num_draft_tokens == AUTO and (drafter.name != "draft" or bundle_of(self.target_name) is None):
-                return None
+            if not (name := length_head_path(num_draft_tokens)):
+                usable = num_draft_tokens == AUTO and drafter.name == "draft"
+                bundled = bundled_length_head(rule, self.target_name) if usable else None
+                fits = bundled is not None and not bundled.pair.differences(self.identity, reads_draft=True)
+                return bundled if fits else None
+            head = load_length_head(name)
         if drafter.name != "draft":
             raise SpecError(f"a length head reads a draft model's states; the drafter is {drafter.name}")
-        if isinstance(num_draft_tokens, LengthHead):
-            return num_draft_tokens
-        return load_length_head(num_draft_tokens, rule, self.identity)
+        head.require_pair(self.identity, name)
+        head.require_rule(rule, name)
+        return head
 
 
 def load_pair(
@@ -148,4 +165,72 @@ def load_pair(
     for name, value in (("target", target), ("draft", draft)):
         if not isinstance(value, str | Path | None) or (value is None and name == "target"):
             raise SpecError(f"{name} must be a hub id or a folder, got {value!r}")
-    return Pair.load(target, draft, dtype=dtype, device=device, device_map=device_map)
+    require_choice("dtype", dtype, DTYPES)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    require_device(device)
+    if dtype == INT8:
+        require_int8(device)
+        if device_map is not None:
+            raise SpecError(f"dtype int8 requires one device, got device_map {device_map!r}")
+    if str(target) in BUNDLES and draft is None:
+        draft = target
+    target_model, tokenizer = load_model(target, "target", dtype, device, device_map)
+    draft_model = None
+    if draft is not None:
+        draft_model, draft_tokenizer = load_model(draft, "draft", dtype, device)
+        require_same_tokenizer(tokenizer, draft_tokenizer, str(target), str(draft))
+        num_rows = draft_model.config.get_text_config().vocab_size
+        if num_rows < len(tokenizer):
+            raise PairError(
+                f"draft {str(draft)!r} has {num_rows} token embeddings, its tokenizer {len(tokenizer)} tokens"
+            )
+    return Pair(target_model, draft_model, tokenizer, str(target), None if draft is None else str(draft))
+
+
+def load_configured(
+    settings: PairSettings, announce: Callable[[str], None] = lambda line: None, *, decodes: bool = True
+) -> Pair:
+    """Load the pair named by settings and set the threads; raises the errors of `load_pair`.
+
+    Args:
+        announce: called with a line if a trial chose the threads.
+        decodes: True if forwards read a few tokens; large batches use all cores unless the settings name a number.
+    """
+    pair = load_pair(**settings.models)
+    if pair.device.type == "cpu" and (decodes or settings.num_threads):
+        chosen = settings.num_threads or _choose(pair, torch.get_num_threads())
+        if settings.num_threads is None and chosen != torch.get_num_threads():
+            announce(f"using 1 thread: {torch.get_num_threads()} are no faster here (--num-threads overrides)")
+        torch.set_num_threads(chosen)
+    return pair
+
+
+def _choose(pair: Pair, all_threads: int) -> int:
+    """Return 1, or `all_threads` if a forward of the target is clearly faster with them."""
+    if all_threads == 1 or num_weights(pair.target) > _LARGE:
+        return all_threads
+    times: dict[int, list[float]] = {1: [], all_threads: []}
+    model = pair.cached_target()
+    try:
+        for _ in range(_REPEATS):
+            for num_threads, measured in times.items():
+                torch.set_num_threads(num_threads)
+                measured.append(forward_seconds(model, _READ))
+    finally:
+        torch.set_num_threads(all_threads)
+    return all_threads if statistics.median(times[1]) > _GAIN * statistics.median(times[all_threads]) else 1
+
+
+def start_worker() -> None:
+    """Prepare a worker process: one thread, no progress bars, Ctrl-C left to the parent, exit with the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_with_parent, args=(os.getppid(),), daemon=True).start()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+
+
+def _leave_with_parent(parent: int) -> None:
+    """Exit if the parent is killed: it cannot notify its workers, which would otherwise wait forever."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)

@@ -97,6 +97,9 @@ class Head(Artefact):
                 f"{self.training['num_tokens']} of {self.training['num_problems']} problems, "
                 f"{self.training['num_important']} important"
             )
+        if "acceptance_at_threshold" in self.training:
+            refused, accepted = (self.training[f"{name}_at_threshold"] for name in ("recall", "acceptance"))
+            facts["at the threshold"] = f"refuses {refused:.0%} of the important, accepts {accepted:.0%} of the others"
         return facts
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
@@ -203,7 +206,8 @@ class StateArbiter(Head):
         facts = super().facts()
         for name in ("worse", "better"):
             if name in self.training:
-                facts[f"held-out ROC AUC, {name}"] = auc_text(self.training[name]["auc_held_out"])
+                number, auc = self.training[name]["num"], auc_text(self.training[name]["auc_held_out"])
+                facts[f"the draft's side {name}"] = f"in {number}; held-out ROC AUC {auc}"
         return facts
 
     def check_shapes(self) -> None:

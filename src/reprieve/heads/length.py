@@ -11,7 +11,7 @@ from torch import Tensor
 from reprieve.bundles import bundle_of
 from reprieve.errors import ReprieveError, SpecError, require_range, require_whole
 from reprieve.heads.artefact import Artefact, register_head
-from reprieve.identity import PairIdentity, digest
+from reprieve.identity import digest
 from reprieve.rules import Rule
 from reprieve.settings import AUTO, MAX_DRAFT_TOKENS, NumDraftTokens, length_head_path, require_draft_tokens
 
@@ -108,32 +108,16 @@ class LengthHead(Artefact):
             raise SpecError(f"length head {name!r} was trained for {self.facts()['rule']}, not for {rule.spec}")
 
 
-def load_length_head(num_draft_tokens: NumDraftTokens, rule: Rule, pair: PairIdentity) -> LengthHead | None:
-    """Return the draft length head: the named one or, for `auto`, the bundled pair's for this rule; None for no head.
+def bundled_length_head(rule: Rule, target: str) -> LengthHead | None:
+    """Return a bundled target's draft length head for a rule; None if it has none.
 
-    A bundled head serves all thresholds; outside its training range it uses the nearest one. Rules without a bundled
-    length head use that of lossless decoding.
-
-    Raises:
-        SpecError: a specification that cannot be read, or a named head of another rule or other thresholds.
-        PairError: a named head of another pair.
-        ReprieveError: a head that cannot be loaded.
+    It serves all thresholds; outside its training range it uses the nearest one. Rules without a head use that of
+    lossless decoding.
     """
-    require_draft_tokens(num_draft_tokens)
-    if isinstance(num_draft_tokens, int):
-        return None
-    if named := length_head_path(num_draft_tokens):
-        head = _load_length_head(named)
-        head.require_pair(pair, named)
-        head.require_rule(rule, named)
-        return head
-    bundle = bundle_of(pair.target)
+    bundle = bundle_of(target)
     names = {} if bundle is None else bundle.head_names
     source = names.get(f"length-{rule.name}") or names.get(f"length-{ANY_RULE}")
-    if source is None:
-        return None
-    head = LengthHead.from_pretrained(source)
-    return None if head.pair.differences(pair, reads_draft=True) else head
+    return None if source is None else LengthHead.from_pretrained(source)
 
 
 def draft_tokens_for(num_draft_tokens: NumDraftTokens, rule: Rule) -> NumDraftTokens:
@@ -145,11 +129,12 @@ def draft_tokens_for(num_draft_tokens: NumDraftTokens, rule: Rule) -> NumDraftTo
     """
     require_draft_tokens(num_draft_tokens)
     if named := length_head_path(num_draft_tokens):
-        return num_draft_tokens if _load_length_head(named).covers(rule) else AUTO
+        return num_draft_tokens if load_length_head(named).covers(rule) else AUTO
     return num_draft_tokens
 
 
-def _load_length_head(name: str) -> LengthHead:
+def load_length_head(name: str) -> LengthHead:
+    """Return the head of `auto:path=NAME`; an error names it so."""
     try:
         return LengthHead.from_pretrained(name)
     except ReprieveError as error:

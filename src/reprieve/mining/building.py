@@ -19,7 +19,7 @@ from reprieve.engine import Pair
 from reprieve.engine.batched import BatchedSpeculativeDecoder, Request
 from reprieve.engine.batches import Stepper
 from reprieve.engine.continuations import ContinuationDecoder
-from reprieve.engine.processes import load_configured
+from reprieve.engine.pair import load_configured
 from reprieve.errors import SpecError
 from reprieve.identity import PairIdentity
 from reprieve.mining.autojudge import AutoJudgeMiner

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 
-from reprieve.engine.processes import start_worker
+from reprieve.engine.pair import start_worker
 from reprieve.errors import EngineError, ReprieveError, require_whole
 from reprieve.mining.building import Miner, build
 from reprieve.mining.settings import MiningSettings

@@ -136,7 +136,10 @@ class ArbiterModel(nn.Module):
         self.device = execution_device(draft)
         self.dtype = draft.dtype
         self._windows = layer_windows(draft)
-        backbone = share_weights(draft.base_model)
+        # A frozen copy of the draft's modules that shares its storage.
+        base = draft.base_model
+        kept = {id(tensor): nn.Parameter(tensor.detach(), requires_grad=False) for tensor in base.parameters()}
+        backbone = copy.deepcopy(base, kept | {id(tensor): tensor for tensor in base.buffers()})
         settings = peft.LoraConfig(
             r=shape.rank, lora_alpha=shape.scale, lora_dropout=shape.dropout, target_modules="all-linear"
         )
@@ -210,30 +213,27 @@ class ArbiterModel(nn.Module):
         part: list[ArbitrationRound] = []
         for arbitration in rounds:
             if part and sum(other.region_size for other in (*part, arbitration)) > _MOST_POSITIONS:
-                logits += self._judge_together(context_ids, part)
+                logits += self.judge_together(context_ids, part)
                 part = []
             part.append(arbitration)
-        return logits + (self._judge_together(context_ids, part) if part else [])
+        return logits + (self.judge_together(context_ids, part) if part else [])
 
-    def _judge_together(self, context_ids: Sequence[int], rounds: Sequence[ArbitrationRound]) -> list[Tensor]:
+    def judge_together(
+        self, context_ids: Sequence[int], rounds: Sequence[ArbitrationRound], cache: RollbackCache | None = None
+    ) -> list[Tensor]:
+        """Return the logits of rounds that fit into one forward; a cache may already hold a part of their context."""
+        first = 0 if cache is None else cache.get_seq_length()
         end = max(arbitration.context_length for arbitration in rounds)
-        layout = Layout.join(
-            [Layout.context(0, end), *(Layout.region(number, arbitration) for number, arbitration in enumerate(rounds))]
-        )
-        embeddings = torch.cat(
-            [self._embed(context_ids[:end]), *(self._embed_region(arbitration) for arbitration in rounds)]
-        )
-        hidden = self._run(embeddings, layout, layout, None)
-        logits, start = [], end
+        regions = [Layout.region(number, arbitration) for number, arbitration in enumerate(rounds)]
+        rows = Layout.join([Layout.context(first, end), *regions])
+        columns = Layout.join([Layout.context(0, first), rows])
+        embeddings = torch.cat([self._embed(context_ids[first:end]), *map(self._embed_region, rounds)])
+        hidden = self._run(embeddings, rows, columns, cache)
+        logits, start = [], end - first + 1  # behind the first separator
         for arbitration in rounds:
-            logits.append(self._score(hidden, start, arbitration))
+            drafted = hidden[start : start + len(arbitration.draft_ids)].float()
+            logits.append(self.head(drafted).squeeze(-1))  # Eq. 11
             start += arbitration.region_size
-        return logits
-
-    def _score(self, hidden: Tensor, start: int, arbitration: ArbitrationRound) -> Tensor:
-        """Apply the head to the drafted tokens of the region that starts at row `start` (Eq. 11)."""
-        rows = hidden[start + 1 : start + 1 + len(arbitration.draft_ids)].float()
-        logits: Tensor = self.head(rows).squeeze(-1)
         return logits
 
     def _embed(self, token_ids: Sequence[int]) -> Tensor:
@@ -321,18 +321,11 @@ class ArbiterAdvisor:
     @torch.inference_mode()
     def judge(self, draft_ids: Sequence[int], target_ids: Sequence[int], readings: Tensor | None = None) -> Tensor:
         """Return the logits of accepting each drafted token of this round, [K]; arguments as in `ArbitrationRound`."""
-        first = self._cache.get_seq_length()
-        end = len(self._context_ids)
-        arbitration = ArbitrationRound(end, draft_ids, target_ids, readings)
-        rows = Layout.join([Layout.context(first, end), Layout.region(0, arbitration)])
-        columns = Layout.join([Layout.context(0, first), rows])
-        unread = self._context_ids[first:]
-        parts = [self.model._embed(unread)] if unread else []
-        embeddings = torch.cat([*parts, self.model._embed_region(arbitration)])
-        hidden = self.model._run(embeddings, rows, columns, self._cache)
-        self.num_read += len(embeddings)
-        self._cache.truncate(end)
-        return self.model._score(hidden, end - first, arbitration)
+        arbitration = ArbitrationRound(len(self._context_ids), draft_ids, target_ids, readings)
+        self.num_read += len(self._context_ids) - self._cache.get_seq_length() + arbitration.region_size
+        [logits] = self.model.judge_together(self._context_ids, [arbitration], self._cache)
+        self._cache.truncate(len(self._context_ids))
+        return logits
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Add the tokens that a round committed."""
@@ -357,9 +350,3 @@ def make_advisor(rule: Rule, draft: PreTrainedModel | None) -> ArbiterAdvisor | 
     if draft is None:
         raise SpecError(f"rule {rule.spec} needs the draft its arbiter was trained on; name it with --draft")
     return ArbiterAdvisor(ArbiterModel.of(arbiters[0], draft))
-
-
-def share_weights(model: nn.Module) -> nn.Module:
-    """Return a frozen copy of a model's modules that shares its storage; the model stays unchanged."""
-    frozen = {id(tensor): nn.Parameter(tensor.detach(), requires_grad=False) for tensor in model.parameters()}
-    return copy.deepcopy(model, frozen | {id(tensor): tensor for tensor in model.buffers()})

@@ -7,6 +7,7 @@ This model runs token by token, on a tree or a chain, and does not need that lib
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ _PARTS: dict[str, tuple[type[PretrainedConfig], Any, Any, Any]] = {
     "qwen3": (Qwen3Config, Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding),
 }
 _LARGEST = 1 << 34  # bytes of a head
-_OLD_NAMES = {"midlayer.": "layers.0."}  # SafeAILab's name for the one layer
+_OLD_NAME = re.compile(r"^midlayer\.")  # SafeAILab's for the one layer
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ def load_eagle3(source: str | Path, target: Any, *, identity: PairIdentity | Non
     try:
         config = EagleConfig.from_dict(read_json(folder / "config.json", "the file"))
         content = read_file(folder / "model.safetensors", "the file", most=_LARGEST)
-        tensors = {new_name(name): tensor for name, tensor in load(content).items()}
+        tensors = {_OLD_NAME.sub("layers.0.", name): tensor for name, tensor in load(content).items()}
         head = EagleHead(config, num_target_layers=text.num_hidden_layers, target_size=text.hidden_size)
         made_for = _made_for(folder)
     except Exception as error:  # a third-party file can hold anything
@@ -250,14 +251,6 @@ def load_eagle3(source: str | Path, target: Any, *, identity: PairIdentity | Non
     head.load_state_dict({name: tensors[name] for name in head.state_dict()})
     head.fingerprint = digest(content)
     return head.to(device=embedding.device, dtype=embedding.dtype).eval()
-
-
-def new_name(name: str) -> str:
-    """Return a tensor's name in the speculators format, given that name or SafeAILab's."""
-    for old, new in _OLD_NAMES.items():
-        if name.startswith(old):
-            return new + name.removeprefix(old)
-    return name
 
 
 def _made_for(folder: Path) -> PairIdentity | None:

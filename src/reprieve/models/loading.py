@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
 from reprieve.bundles import BUNDLES, source_of
-from reprieve.errors import PairError, ReprieveError, SpecError, UnsupportedModelError, import_extra, require_choice
+from reprieve.errors import PairError, ReprieveError, SpecError, UnsupportedModelError, import_extra
 from reprieve.identity import PairIdentity, digest, tokenizer_fingerprint
 from reprieve.models.cached_model import (
     CachedModel,
@@ -26,20 +24,12 @@ from reprieve.models.cached_model import (
     measure_forwards,
 )
 from reprieve.models.eagle3 import EagleHead, load_eagle3
-from reprieve.models.int8 import INT8, dtype_name, quantise, require_int8
-from reprieve.settings import BUNDLED_PAIR
+from reprieve.models.int8 import INT8, dtype_name, quantise
 
 # Weights of whole checkpoints that text models do not use: other modalities, further heads, computed positions.
 _SPARE = re.compile(r"(^|\.)(vision|visual|audio|multi_modal|mm_|mtp|talker|code2wav|.*rotary_emb)")
 NUM_VALUES = 64  # values per tensor in a fingerprint
-# Dtypes of the weights while loading; int8 is quantised from float32 afterwards.
-DTYPES = {
-    "auto": "auto",
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    INT8: torch.float32,
-}
+DTYPES = ("auto", "float32", "bfloat16", "float16", INT8)
 GGUF = ".gguf"
 
 
@@ -56,38 +46,6 @@ class ModelPair:
     target_name: str
     draft_name: str | None
     _eagle_heads: dict[str, EagleHead] = field(default_factory=dict, compare=False, repr=False)
-
-    @classmethod
-    def load(
-        cls,
-        target: str | Path = BUNDLED_PAIR,
-        draft: str | Path | None = None,
-        *,
-        dtype: str = "auto",
-        device: str | None = None,
-        device_map: str | None = None,
-    ) -> Self:
-        """Load the models of `reprieve.load_pair`, with its parameters and errors."""
-        require_choice("dtype", dtype, tuple(DTYPES))
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        require_device(device)
-        if dtype == INT8:
-            require_int8(device)
-            if device_map is not None:
-                raise SpecError(f"dtype int8 requires one device, got device_map {device_map!r}")
-        if str(target) in BUNDLES and draft is None:
-            draft = target
-        target_model, tokenizer = _load(target, "target", dtype, device, device_map)
-        draft_model = None
-        if draft is not None:
-            draft_model, draft_tokenizer = _load(draft, "draft", dtype, device)
-            require_same_tokenizer(tokenizer, draft_tokenizer, str(target), str(draft))
-            num_rows = draft_model.config.get_text_config().vocab_size
-            if num_rows < len(tokenizer):
-                raise PairError(
-                    f"draft {str(draft)!r} has {num_rows} token embeddings, its tokenizer {len(tokenizer)} tokens"
-                )
-        return cls(target_model, draft_model, tokenizer, str(target), None if draft is None else str(draft))
 
     def __post_init__(self) -> None:
         if any(getattr(model.config, "quantization_config", None) for model in self._models):
@@ -249,14 +207,19 @@ def load_tokenizer(name: str) -> Any:
         raise ReprieveError(f"could not load the tokenizer of {name!r}: {error}") from error
 
 
-def _load(
+def load_model(
     name: str | Path, role: str, dtype: str, device: str, device_map: str | None = None
 ) -> tuple[PreTrainedModel, Any]:
+    """Return the model of a role (target or draft), and its tokenizer.
+
+    Raises:
+        ReprieveError: it cannot be found or loaded.
+        UnsupportedModelError: int8 for a model that it does not serve.
+    """
     source = source_of(name, role)
     try:
         tokenizer = _read_tokenizer(source)
-        with _without_bars() if str(name) in BUNDLES else contextlib.nullcontext():
-            model = _load_model(source, dtype, device, device_map)
+        model = _load_weights(source, dtype, device, device_map)
         return quantise(model).eval() if dtype == INT8 else model.eval(), tokenizer
     except UnsupportedModelError:
         raise
@@ -289,13 +252,14 @@ def _gguf_arguments(source: str | Path) -> tuple[str | Path, dict[str, Any]]:
     return path.parent, {"gguf_file": path.name}
 
 
-def _load_model(source: str | Path, dtype: str, device: str, device_map: str | None) -> PreTrainedModel:
+def _load_weights(source: str | Path, dtype: str, device: str, device_map: str | None) -> PreTrainedModel:
     """Load a model onto its device. Quantised weights are placed while loading; they cannot be moved afterwards.
 
     Raises:
         ValueError: weights that are missing, unexpected, misshapen or not finite, or a model that needs its own code.
     """
     folder, gguf = _gguf_arguments(source)
+    dtype = "float32" if dtype == INT8 else dtype  # quantised afterwards
     if device_map is None and not gguf:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         device_map = device if getattr(config, "quantization_config", None) else None
@@ -304,7 +268,7 @@ def _load_model(source: str | Path, dtype: str, device: str, device_map: str | N
     if gguf:
         gguf["quantization_config"] = GgufConfig(dequantize=True)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=DTYPES[dtype], device_map=device_map, trust_remote_code=False, output_loading_info=True, **gguf
+        folder, dtype=dtype, device_map=device_map, trust_remote_code=False, output_loading_info=True, **gguf
     )
     model, found = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
     if gguf:  # dequantised: an ordinary model from here on
@@ -327,15 +291,3 @@ def _require_whole(model: PreTrainedModel, found: Mapping[str, Any]) -> None:
         plain = parameter.is_floating_point() and type(parameter.data) is torch.Tensor and not parameter.is_meta
         if plain and not bool(parameter.detach().sum(dtype=torch.float32).isfinite()):
             raise ValueError(f"its weight {name} is not finite")
-
-
-@contextlib.contextmanager
-def _without_bars() -> Iterator[None]:
-    """Disable transformers' progress bars, for models that load quickly."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

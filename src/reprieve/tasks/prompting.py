@@ -71,7 +71,7 @@ class PromptFormat:
 class PromptedTask(Task):
     """A task with its prompts formatted for one model."""
 
-    max_new_tokens: int
+    max_new_tokens = 0  # replaces the property
 
     def __init__(self, task: Task, prompt_format: PromptFormat, max_new_tokens: int) -> None:
         self.task, self.format, self.max_new_tokens = task, prompt_format, max_new_tokens

@@ -24,11 +24,10 @@ from reprieve.identity import digest
 from reprieve.mining.store import LabelStore, ProblemLabels
 from reprieve.mining.traces import LABELS_VERSION, soft_label
 from reprieve.models.arbiter import ArbiterModel, ArbitrationRound
-from reprieve.models.cached_model import CachedModel
-from reprieve.stats import BranchChoices
-from reprieve.training.loop import NetworkLearner, train
+from reprieve.models.cached_model import ResponseTree
+from reprieve.training.loop import Learner, train
 from reprieve.training.settings import ArbiterTraining
-from reprieve.types import HiddenStates, Progress, no_progress, select_rows
+from reprieve.types import Progress, no_progress
 
 _VALUES = ("labels", "draft_utilities", "target_utilities")
 
@@ -62,12 +61,12 @@ class LabelledAnswer:
 
 @dataclass(frozen=True)
 class Traces:
-    """Traces from one or more stores, all with the same task and K."""
+    """Labelled answers of one task and K, and the stores that they come from."""
 
-    problems: list[ProblemLabels]
+    answers: list[LabelledAnswer]
     task: str
     num_draft_tokens: int
-    stores: list[LabelStore]
+    stores: Sequence[LabelStore] = ()
 
 
 def read_traces(folders: Sequence[Path]) -> Traces:
@@ -87,12 +86,12 @@ def read_traces(folders: Sequence[Path]) -> Traces:
                 f"--labels must hold labels of version {LABELS_VERSION}, {name!r} has {version}: mine again"
             )
     problems = [problem for store in stores for problem in store.problems()]
-    require_traces(problems)
+    answers = require_traces(problems)
     made_at = {(store.manifest["task"], store.manifest["num_draft_tokens"]) for store in stores}
     if len(made_at) != 1:
         raise SpecError(f"--labels must name traces of one task and K, got {sorted(made_at)}")
     task, num_draft_tokens = made_at.pop()
-    return Traces(problems, task, num_draft_tokens, stores)
+    return Traces(answers, task, num_draft_tokens, stores)
 
 
 def require_traces(problems: Sequence[ProblemLabels]) -> list[LabelledAnswer]:
@@ -111,49 +110,29 @@ def require_traces(problems: Sequence[ProblemLabels]) -> list[LabelledAnswer]:
 
 
 def warm_up(
-    pair: Pair,
-    problems: Sequence[ProblemLabels],
-    task: str,
-    folder: Path,
-    *,
-    num_draft_tokens: int,
-    settings: ArbiterTraining | None = None,
-    progress: Progress = no_progress,
+    pair: Pair, traces: Traces, folder: Path, *, settings: ArbiterTraining, progress: Progress = no_progress
 ) -> Arbiter:
     """Train an arbiter on traces; resumes from its checkpoint.
 
     Args:
-        task: the traces' task, by name.
         folder: output folder for `checkpoint.safetensors`, `metrics.jsonl`, and the best epoch's arbiter in `arbiter/`.
-        num_draft_tokens: K of the traces.
 
     Returns:
         The arbiter with the smallest loss on held-out problems.
 
     Raises:
-        ReprieveError: too few traces, or a checkpoint of another recipe.
+        ReprieveError: a checkpoint of another recipe.
     """
-    learner = _Learner(pair, require_traces(problems), task, folder, num_draft_tokens, settings or ArbiterTraining())
+    learner = _Learner(pair, traces, folder, settings)
     train(learner, folder, progress=progress)
     return Arbiter.from_pretrained(folder / "arbiter")
 
 
-class _Learner(NetworkLearner):
-    def __init__(
-        self,
-        pair: Pair,
-        answers: list[LabelledAnswer],
-        task: str,
-        folder: Path,
-        num_draft_tokens: int,
-        settings: ArbiterTraining,
-    ) -> None:
+class _Learner(Learner):
+    def __init__(self, pair: Pair, traces: Traces, folder: Path, settings: ArbiterTraining) -> None:
         assert pair.draft is not None
-        self.pair = pair
-        self.task = task
-        self.folder = folder
-        self.num_draft_tokens = num_draft_tokens
-        self.settings = settings
+        self.pair, self.traces, self.folder, self.settings = pair, traces, folder, settings
+        answers = traces.answers
         ids = sorted({answer.problem_id for answer in answers})  # a problem can occur in several stores
         random.Random(settings.seed).shuffle(ids)
         num_held = min(len(ids) - 1, max(1, round(len(ids) * settings.held_out)))  # keep some for training
@@ -171,7 +150,8 @@ class _Learner(NetworkLearner):
         self.shape = settings.shape
         self._reader: RoundReader | None = None
         if settings.readings:
-            self.shape = dataclasses.replace(settings.shape, num_readings=num_readings(pair))
+            sizes = [int(model.config.get_text_config().hidden_size) for model in (pair.target, pair.draft)]
+            self.shape = dataclasses.replace(settings.shape, num_readings=sum(sizes) + READINGS.num_scalars)
             self._reader = RoundReader(pair)
         self.model = ArbiterModel(pair.draft, self.shape)
         self.optimizer = torch.optim.AdamW(
@@ -212,7 +192,7 @@ class _Learner(NetworkLearner):
         total = 0.0
         for answer in batch:
             logits, labels, *_ = self._at_mismatches(answer)
-            loss = warm_up_loss(logits, labels) / num
+            loss = binary_cross_entropy_with_logits(logits, labels, reduction="sum") / num  # Eq. 29
             loss.backward()
             total += float(loss.detach())
         nn.utils.clip_grad_norm_(self.model.own_tensors.values(), 1.0)
@@ -237,16 +217,17 @@ class _Learner(NetworkLearner):
         self.model.eval()
         parts_of = [self._at_mismatches(answer) for answer in self.held]
         logits, labels, draft, target = (torch.cat(parts) for parts in zip(*parts_of, strict=True))
-        accepted = logits.sigmoid() > self.settings.lambda_
-        choices = BranchChoices(accepted.tolist(), draft.tolist(), target.tolist())
-        reached = {"loss": float(warm_up_loss(logits, labels)) / len(logits), **choices.shares()}
+        gains = draft - target
+        agreed = torch.where(logits.sigmoid() > self.settings.lambda_, gains >= 0, gains <= 0)
+        loss = binary_cross_entropy_with_logits(logits, labels)
+        reached = {"loss": float(loss), "agreement": float(agreed.float().mean())}
         arbiter = Arbiter(
             tensors=self.model.snapshot(),
             shape=self.shape,
             pair=self.pair.identity,
-            task=self.task,
+            task=self.traces.task,
             threshold=self.settings.lambda_,
-            num_draft_tokens=self.num_draft_tokens,
+            num_draft_tokens=self.traces.num_draft_tokens,
             training={
                 "stage": "sft",
                 "recipe": digest(self.recipe.encode()),
@@ -280,14 +261,6 @@ def keep_best(folder: Path, arbiter: Arbiter, *, measure: str, lower: bool = Fal
     arbiter.save_pretrained(folder)
 
 
-def warm_up_loss(
-    logits: Tensor,  # [n], of accepting, at mismatches
-    labels: Tensor,  # [n], soft, 0 to 1
-) -> Tensor:  # [], the sum
-    """Return the cross-entropy to soft labels at mismatches (Eq. 29)."""
-    return binary_cross_entropy_with_logits(logits, labels, reduction="sum")
-
-
 class RoundReader:
     """Runs both models over recorded rounds to recompute the readings that a decoder would provide."""
 
@@ -310,34 +283,14 @@ class RoundReader:
         ]
 
     def _one(self, context_ids: Sequence[int], draft_ids: Sequence[int]) -> Tensor:  # [K, F]
+        states, scalars = [], []  # on the host: the models can be on different devices
         with torch.inference_mode():
-            target_read, draft_read = (_read(model, context_ids, draft_ids) for model in (self._target, self._draft))
-            states = TokenStates({"draft": target_read[0]}, {"draft": draft_read[0]}, *target_read[1:], *draft_read[1:])
-            readings = assemble(READINGS, states)  # on the host: the models can be on different devices
+            for model in (self._target, self._draft):
+                logits, hidden = ResponseTree(draft_ids).read(model, context_ids)
+                token_ids = torch.tensor(list(draft_ids), device=logits.device)
+                scalars += [value.cpu() for value in distribution_scalars(logits[:-1], token_ids)]
+                states.append({"draft": {layer: rows[1:].cpu() for layer, rows in (hidden or {}).items()}})
+            readings = assemble(READINGS, TokenStates(states[0], states[1], *scalars))
         # Cloned outside of inference mode, because autograd needs it. In the target's precision, because readings
         # are cached for all epochs, which takes gigabytes for a large target.
         return readings.clone().to(self._dtype)
-
-
-def _read(
-    model: CachedModel, context_ids: Sequence[int], draft_ids: Sequence[int]
-) -> tuple[HiddenStates, Tensor, Tensor]:
-    """Return states that encode the drafted tokens, entropies of the judging distributions, and token probabilities.
-
-    All on the host.
-    """
-    model.start(list(context_ids[:-1]), reuse_prefix=True)
-    logits, hidden = model.forward([context_ids[-1], *draft_ids], num_rows=len(draft_ids) + 1)
-    model.truncate(len(context_ids))
-    states = select_rows(hidden, slice(1, None))
-    assert states is not None
-    token_ids = torch.tensor(list(draft_ids), device=logits.device)
-    entropy, probability = distribution_scalars(logits[:-1], token_ids)
-    return {layer: of.cpu() for layer, of in states.items()}, entropy.cpu(), probability.cpu()
-
-
-def num_readings(pair: Pair) -> int:
-    """Return the number of readings per token."""
-    assert pair.draft is not None
-    sizes = [int(model.config.get_text_config().hidden_size) for model in (pair.target, pair.draft)]
-    return sum(sizes) + READINGS.num_scalars

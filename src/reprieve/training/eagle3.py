@@ -27,7 +27,7 @@ from reprieve.files import replace_file
 from reprieve.identity import digest
 from reprieve.models.attention import without_cudnn
 from reprieve.models.int8 import output_weights
-from reprieve.training.loop import NetworkLearner, learning_rate_at, train
+from reprieve.training.loop import Learner, learning_rate_at, train
 from reprieve.training.own_text import OwnText
 from reprieve.training.settings import EagleTraining
 from reprieve.types import Progress, no_progress
@@ -69,12 +69,7 @@ def choose_vocabulary(texts: Sequence[OwnText], *, size: int, vocab_size: int) -
 
 
 def train_eagle3(
-    pair: Pair,
-    texts: Sequence[OwnText],
-    folder: Path,
-    *,
-    settings: EagleTraining | None = None,
-    progress: Progress = no_progress,
+    pair: Pair, texts: Sequence[OwnText], folder: Path, *, settings: EagleTraining, progress: Progress = no_progress
 ) -> dict[str, Any]:
     """Train a head on the target's own texts, and save it in the speculators format; resumes from its checkpoint.
 
@@ -89,7 +84,6 @@ def train_eagle3(
     Raises:
         ReprieveError: no speculators library, no texts, or a checkpoint of another recipe.
     """
-    settings = settings or EagleTraining()
     if len(texts) < 2:
         raise ReprieveError(f"training needs 2 texts or more, got {len(texts)}")
     num_held = max(1, round(len(texts) * settings.held_out))
@@ -115,7 +109,7 @@ def train_eagle3(
     return reached
 
 
-class _Learner(NetworkLearner):
+class _Learner(Learner):
     def __init__(self, pair: Pair, texts: Sequence[OwnText], settings: EagleTraining) -> None:
         self.pair = pair
         self.texts = texts

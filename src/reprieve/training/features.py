@@ -34,8 +34,6 @@ class LabelledTokens:
     states: TokenStates
     important: np.ndarray  # [n], bool
     problem_ids: np.ndarray  # [n], str
-    target_log_probs: np.ndarray  # [n], of the drafted token
-    draft_probs: np.ndarray  # [n], of the drafted token under the draft; NaN without a draft
     gains: np.ndarray  # [n], utility of the draft's side minus the target's; NaN without utilities
 
     def features(self, recipe: FeatureRecipe) -> np.ndarray:
@@ -43,25 +41,17 @@ class LabelledTokens:
         return assemble(recipe, self.states).numpy()
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """States and distributions of one model around n mismatches."""
+_Reading = tuple[Mapping[str, HiddenStates], Tensor, Tensor]  # states by encoding; entropy and probability, [n]
 
-    hidden: Mapping[str, HiddenStates]  # by encoding
-    entropy: Tensor  # [n], of its distribution
-    probability: Tensor  # [n], of the drafted token
 
-    @classmethod
-    def join(cls, parts: Sequence[_Reading]) -> _Reading:
-        first = parts[0].hidden
-        hidden = {
-            encoding: {layer: torch.cat([part.hidden[encoding][layer] for part in parts]) for layer in states}
-            for encoding, states in first.items()
-        }
-        entropy, probability = (
-            torch.cat([getattr(part, name) for part in parts]) for name in ("entropy", "probability")
-        )
-        return cls(hidden, entropy, probability)
+def _join(parts: Sequence[_Reading]) -> _Reading:
+    """Concatenate the readings of several problems."""
+    hidden, entropy, probability = zip(*parts, strict=True)
+    states = {
+        encoding: {layer: torch.cat([one[encoding][layer] for one in hidden]) for layer in of}
+        for encoding, of in hidden[0].items()
+    }
+    return states, torch.cat(entropy), torch.cat(probability)
 
 
 def collect(
@@ -95,22 +85,14 @@ def collect(
     labelled = [(problem.problem_id, mismatch) for problem in problems for mismatch in problem.labelled()]
     if not labelled:
         raise SpecError("labels must hold at least one labelled mismatch, got none")
-    by_target = _Reading.join(target_parts)
-    by_draft = _Reading.join(draft_parts) if draft_parts else None
-    states = TokenStates(
-        target=by_target.hidden,
-        draft=by_draft.hidden if by_draft else {},
-        entropy=by_target.entropy,
-        probability=by_target.probability,
-        draft_entropy=by_draft.entropy if by_draft else None,
-        draft_probability=by_draft.probability if by_draft else None,
-    )
+    hidden, entropy, probability = _join(target_parts)
+    no_draft: tuple[Any, Any, Any] = ({}, None, None)
+    draft_hidden, draft_entropy, draft_probability = _join(draft_parts) if draft_parts else no_draft
+    states = TokenStates(hidden, draft_hidden, entropy, probability, draft_entropy, draft_probability)
     return LabelledTokens(
         states=states,
         important=np.array([bool(mismatch.important) for _, mismatch in labelled]),
         problem_ids=np.array([problem_id for problem_id, _ in labelled]),
-        target_log_probs=by_target.probability.clamp_min(1e-45).log().numpy(),
-        draft_probs=by_draft.probability.numpy() if by_draft else np.full(len(labelled), np.nan),
         gains=np.array([_gain(mismatch) for _, mismatch in labelled]),
     )
 
@@ -143,7 +125,7 @@ def _read(model: CachedModel, problem: ProblemLabels, encodings: Sequence[str]) 
     }
     token_ids = torch.tensor(tried["draft"], device=logits.device)
     entropy, probability = distribution_scalars(logits[positions], token_ids)
-    return _Reading(states, entropy.cpu(), probability.cpu())
+    return states, entropy.cpu(), probability.cpu()
 
 
 def split_by_problem(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from sklearn.metrics import log_loss
 from torch import Tensor
 
 from reprieve.drafters.length import RecentAcceptance, position_feature, token_log_prob
@@ -21,8 +22,8 @@ from reprieve.rules import Rule
 from reprieve.settings import SamplingParams
 from reprieve.tasks import TaskProblem
 from reprieve.tasks.prompting import prompt_ids_of
+from reprieve.training.classifiers import LinearFit, fit_linear
 from reprieve.training.features import auc
-from reprieve.training.linear import LinearFit, fit_linear
 from reprieve.training.loop import Learner, train
 from reprieve.training.settings import LengthTraining
 from reprieve.types import Progress, no_progress
@@ -37,8 +38,8 @@ def train_length(
     problems: Sequence[TaskProblem],
     *,
     max_new_tokens: int,
-    settings: LengthTraining | None = None,
-    folder: Path | None = None,
+    settings: LengthTraining,
+    folder: Path,
     progress: Progress = no_progress,
 ) -> LengthHead:
     """Decode problems with full-length blocks, then fit the acceptance probabilities of each token and the next one.
@@ -47,13 +48,12 @@ def train_length(
 
     Args:
         rule: with heads attached; problems cycle through the settings' thresholds and temperatures.
-        folder: for the checkpoint from which an interrupted run resumes; None writes no checkpoint.
+        folder: for the checkpoint from which an interrupted run resumes.
 
     Raises:
         SpecError: thresholds for a rule without a dial, or tokens that are all accepted or all rejected.
         ReprieveError: a checkpoint of another recipe.
     """
-    settings = settings or LengthTraining()
     require_thresholds(rule, settings)
     learner = _Learner(pair, rule, task, problems, max_new_tokens, settings)
     train(learner, folder, progress=progress)
@@ -202,7 +202,7 @@ class _Learner(Learner):
             SpecError: tokens of one kind only.
         """
         settings, seen = self.settings, _Seen(self.state(), self.settings)
-        fits = [self._fit(seen, labels) for labels in (seen.this, seen.after)]
+        fits = [self._fit(seen, *labels) for labels in (seen.this, seen.after)]
         this, after = (fit.scores(seen.features) for fit in fits)
         costs = self._costs()
         rates = {price: costs.rate(seen.stopped(this, after, price)) for price in _PRICES}
@@ -229,8 +229,8 @@ class _Learner(Learner):
                 "temperatures": list(settings.temperatures),
                 "seed": settings.seed,
                 "auc_held_out": [
-                    auc(labels.passed[labels.judged & seen.held], scores[labels.judged & seen.held])
-                    for labels, scores in ((seen.this, this), (seen.after, after))
+                    auc(passed[judged & seen.held], scores[judged & seen.held])
+                    for (judged, passed), scores in ((seen.this, this), (seen.after, after))
                 ],
                 "accepted_share": float(accepted / drafted),
                 "best_constant": best_k,
@@ -241,17 +241,17 @@ class _Learner(Learner):
             },
         )
 
-    def _fit(self, seen: _Seen, labels: _Labels) -> LinearFit:
+    def _fit(self, seen: _Seen, judged: np.ndarray, passed: np.ndarray) -> LinearFit:
         """Fit one regression per C; return the one with the lowest log loss on held-out tokens."""
-        train, held = labels.judged & ~seen.held, labels.judged & seen.held
+        train, held = judged & ~seen.held, judged & seen.held
         for side, name in ((train, "training"), (held, "held-out")):
-            if len(np.unique(labels.passed[side])) < 2:
+            if len(np.unique(passed[side])) < 2:
                 raise SpecError(
-                    f"the {name} problems must hold accepted and rejected tokens, got {labels.passed[side].sum()} "
+                    f"the {name} problems must hold accepted and rejected tokens, got {passed[side].sum()} "
                     f"accepted of {side.sum()}; raise limit"
                 )
-        fits = [fit_linear(seen.features[train], labels.passed[train], c) for c in self.settings.grid]
-        return min(fits, key=lambda fit: _log_loss(labels.passed[held], fit.scores(seen.features[held])))
+        fits = [fit_linear(seen.features[train], passed[train], c) for c in self.settings.grid]
+        return min(fits, key=lambda fit: log_loss(passed[held], fit.scores(seen.features[held])))
 
     def _costs(self) -> _Costs:
         """Return medians over the problems."""
@@ -259,16 +259,8 @@ class _Learner(Learner):
         return _Costs(drafting, max(0.0, block - one) / self.settings.num_draft_tokens, one + beside)
 
 
-@dataclass(frozen=True)
-class _Labels:
-    """Per-row labels and a validity mask."""
-
-    judged: np.ndarray
-    passed: np.ndarray
-
-
 class _Seen:
-    """Records as matrices with one row per drafted token."""
+    """Records with one row per drafted token; for it and for the next, whether it was judged, and passed."""
 
     def __init__(self, state: Mapping[str, Tensor], settings: LengthTraining) -> None:
         self.features = torch.cat([state["hidden"], state["rows"]], dim=1).double().numpy()
@@ -276,8 +268,8 @@ class _Seen:
         problems, sizes, accepted = rounds.T
         position = np.concatenate([np.arange(size) for size in sizes])
         taken = np.repeat(accepted, sizes)
-        self.this = _Labels(judged=position <= taken, passed=position < taken)
-        self.after = _Labels(judged=position < taken, passed=position + 1 < taken)
+        self.this = position <= taken, position < taken
+        self.after = position < taken, position + 1 < taken
         order = np.random.default_rng(settings.seed).permutation(problems.max() + 1)
         held = np.isin(problems, order[: max(1, round(settings.held_out * len(order)))])
         self.held = np.repeat(held, sizes)
@@ -298,8 +290,3 @@ class _Seen:
             drafted = int(below[0]) + 1 if len(below) else size + 1
             ended.append((drafted, min(drafted, num)))
         return ended
-
-
-def _log_loss(passed: np.ndarray, scores: np.ndarray) -> float:
-    chances = np.where(passed, scores, 1 - scores).clip(1e-12)
-    return float(-np.log(chances).mean())

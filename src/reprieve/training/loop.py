@@ -24,10 +24,17 @@ from reprieve.types import Progress, no_progress
 
 CHECKPOINT = "checkpoint.safetensors"
 CHECKPOINT_SECONDS = 120.0
+_LOG = "metrics.jsonl"
 
 
 class Learner(ABC):
-    """Definition of a training run. An update depends only on state, number and seed, so a resumed run repeats it."""
+    """Definition of a training run: by default, of a network's trained weights by AdamW.
+
+    An update depends only on state, number and seed, so a resumed run repeats it.
+    """
+
+    model: Any  # a module
+    optimizer: torch.optim.AdamW
 
     @property
     @abstractmethod
@@ -38,14 +45,6 @@ class Learner(ABC):
     @abstractmethod
     def recipe(self) -> str:
         """Settings, models and data of the training; a checkpoint must have the same."""
-
-    @abstractmethod
-    def state(self) -> dict[str, Tensor]:
-        """Return everything that the next update depends on, by name."""
-
-    @abstractmethod
-    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore a saved state."""
 
     @abstractmethod
     def one_update(self, update: int) -> dict[str, float]:
@@ -63,15 +62,8 @@ class Learner(ABC):
         """
         return {}
 
-
-class NetworkLearner(Learner):
-    """Learner whose state is that of a network's trained weights and of AdamW."""
-
-    model: Any  # a module
-    optimizer: torch.optim.AdamW
-
     def state(self) -> dict[str, Tensor]:
-        """Return trained weights and the optimiser's state, by name."""
+        """Return everything that the next update depends on, by name."""
         tensors = {}
         for name, parameter in self._trained():
             tensors[f"model.{name}"] = parameter.detach().contiguous()
@@ -96,18 +88,14 @@ class NetworkLearner(Learner):
 
 
 def train(
-    learner: Learner,
-    folder: Path | None,
-    *,
-    progress: Progress = no_progress,
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    learner: Learner, folder: Path, *, progress: Progress = no_progress, checkpoint_seconds: float = CHECKPOINT_SECONDS
 ) -> float:
     """Run a learner's updates; resumes from the checkpoint in its folder.
 
     Ctrl-C stops training after the current update and saves a checkpoint.
 
     Args:
-        folder: for `checkpoint.safetensors` and `metrics.jsonl`; None writes nothing.
+        folder: for `checkpoint.safetensors`, and `metrics.jsonl` with the scalars of each step.
 
     Returns:
         Seconds spent on updates, including those before an interruption.
@@ -116,28 +104,29 @@ def train(
         ReprieveError: a checkpoint of another recipe, or a damaged one.
         KeyboardInterrupt: after Ctrl-C.
     """
-    path = None if folder is None else folder / CHECKPOINT
-    update, seconds = (0, 0.0) if path is None else _restore(learner, path)
-    log = RunLog(folder, first_step=update + 1 if update else 0)
+    update, seconds = _restore(learner, folder / CHECKPOINT)
+    _drop_entries(folder / _LOG, update + 1 if update else 0)
     saved = time.perf_counter()
+
+    def log(kind: str, values: Mapping[str, float]) -> None:
+        append_line(folder / _LOG, {"step": update, "kind": kind, **values}, "the steps before the last checkpoint")
 
     def save() -> None:
         nonlocal saved
-        if path is not None:
-            _save(learner, path, update, seconds)
-            saved = time.perf_counter()
+        _save(learner, folder / CHECKPOINT, update, seconds)
+        saved = time.perf_counter()
 
     with _deferred_interrupt() as interrupted:
         if update == 0 and learner.validates_after(0):
-            log.log(0, "validation", learner.validate(0, seconds))
+            log("validation", learner.validate(0, seconds))
         while update < learner.num_updates:
             started = time.perf_counter()
             numbers = learner.one_update(update)
             update += 1
             seconds += time.perf_counter() - started
-            log.log(update, "train", numbers)
+            log("train", numbers)
             if learner.validates_after(update):
-                log.log(update, "validation", learner.validate(update, seconds))
+                log("validation", learner.validate(update, seconds))
             # Save after the validation: resuming from an earlier checkpoint would skip it.
             if interrupted() or learner.validates_after(update) or time.perf_counter() - saved > checkpoint_seconds:
                 save()
@@ -160,28 +149,13 @@ def learning_rate_at(update: int, *, peak: float, num_warmup: int, num_updates: 
     return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-class RunLog:
-    """Scalars by step in `metrics.jsonl`.
-
-    Args:
-        folder: of the run; None logs nothing.
-        first_step: first step of a resumed run; older entries from this step on are dropped.
-    """
-
-    def __init__(self, folder: Path | None, *, first_step: int = 0) -> None:
-        self.path = None if folder is None else folder / "metrics.jsonl"
-        if self.path is None:
-            return
-        try:
-            kept = [line for line in whole_lines(self.path, repair=True) if parse_json(line)["step"] < first_step]
-        except (ValueError, KeyError, TypeError):
-            raise ReprieveError(f"{str(self.path)!r} is damaged: move it away to continue without it") from None
-        replace_file(self.path, "".join(f"{line}\n" for line in kept))
-
-    def log(self, step: int, kind: str, values: Mapping[str, float]) -> None:
-        """Log one step's numbers; `kind` names their origin (`train`, `validation`)."""
-        if self.path is not None:
-            append_line(self.path, {"step": step, "kind": kind, **values}, "the steps before the last checkpoint")
+def _drop_entries(log: Path, first_step: int) -> None:
+    """Drop a log's entries from `first_step` on."""
+    try:
+        kept = [line for line in whole_lines(log, repair=True) if parse_json(line)["step"] < first_step]
+    except (ValueError, KeyError, TypeError):
+        raise ReprieveError(f"{str(log)!r} is damaged: move it away to continue without it") from None
+    replace_file(log, "".join(f"{line}\n" for line in kept))
 
 
 def _save(learner: Learner, path: Path, update: int, seconds: float) -> None:

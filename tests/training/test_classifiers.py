@@ -8,8 +8,8 @@ import torch
 
 from reprieve.errors import SpecError
 from reprieve.heads.features import TokenStates
+from reprieve.training.classifiers import train_state_arbiter
 from reprieve.training.features import LabelledTokens, folds_by_problem
-from reprieve.training.linear import train_state_arbiter
 from reprieve.training.settings import StateArbiterTraining
 from tests.kit.tiny import IDENTITY
 
@@ -26,8 +26,6 @@ def tokens(seed=0):
         states=TokenStates({"draft": {-1: states[0]}}, {"draft": {-1: states[1]}}, *scalars),
         important=(gains < 0).numpy(),
         problem_ids=np.array([f"p{n % 40}" for n in range(NUM)]),
-        target_log_probs=np.zeros(NUM),
-        draft_probs=np.zeros(NUM),
         gains=gains.numpy(),
     )
 
@@ -94,11 +92,11 @@ def test_held_out_shares_out_of_range_are_refused(held_out):
 def test_labels_without_both_sides_are_refused():
     given = dataclasses.replace(tokens(), gains=np.full(NUM, np.nan))
     with pytest.raises(SpecError, match="mine arbitration, or pivot"):
-        train_state_arbiter(given, IDENTITY, "t")
+        train_state_arbiter(given, IDENTITY, "t", settings=StateArbiterTraining())
 
 
 @pytest.mark.slow
 def test_a_draft_that_is_never_better_is_refused():
-    given = tokens()
+    given = dataclasses.replace(tokens(), gains=np.minimum(tokens().gains, 0))
     with pytest.raises(SpecError, match="at least 2 problems must hold labelled tokens, got 0"):
-        train_state_arbiter(dataclasses.replace(given, gains=np.minimum(given.gains, 0)), IDENTITY, "t")
+        train_state_arbiter(given, IDENTITY, "t", settings=StateArbiterTraining())
