@@ -193,7 +193,7 @@ def v2(blocks: Blocks, mode: str, window: int, theta: float, seeds) -> list[int]
 
 def v2_draws(blocks: Blocks, seeds):
     """Return the draws of vLLM's V2 sampler: they depend on seed and position alone."""
-    from reprieve.vllm_plugin.v2.round import uniforms_of
+    from reprieve.vllm_plugin.v2_processor import uniforms_of
 
     slots, columns, _ = numbers(blocks, 0)
     return uniforms_of(seeds, slots.int(), columns + 100)

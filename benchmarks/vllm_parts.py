@@ -16,7 +16,7 @@ from pathlib import Path
 import reprieve
 from reprieve.errors import ReprieveError
 from reprieve.vllm_plugin import probing
-from reprieve.vllm_plugin.probing import Parameter, Part
+from reprieve.vllm_plugin.probing import Part
 
 
 def main() -> int:
@@ -36,19 +36,19 @@ def main() -> int:
     return bool(problems)
 
 
-def in_source(root: Path) -> Callable[[Part], list[Parameter] | None]:
+def in_source(root: Path) -> Callable[[Part], dict[str, bool] | None]:
     """Return a reader of parameters, like `probing.live`, for an unpacked vLLM."""
 
-    def parameters_of(part: Part) -> list[Parameter] | None:
+    def parameters_of(part: Part) -> dict[str, bool] | None:
         node = node_in(root, part)
         if node is None:
             return None
         signature = node.args
         positional = [*signature.posonlyargs, *signature.args]
         num_required = len(positional) - len(signature.defaults)
-        parameters = [Parameter(item.arg, index < num_required) for index, item in enumerate(positional)]
+        parameters = {item.arg: index < num_required for index, item in enumerate(positional)}
         keywords = zip(signature.kwonlyargs, signature.kw_defaults, strict=True)
-        return parameters + [Parameter(item.arg, default is None) for item, default in keywords]
+        return parameters | {item.arg: default is None for item, default in keywords}
 
     return parameters_of
 

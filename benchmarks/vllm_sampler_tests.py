@@ -41,9 +41,9 @@ def _behind_the_plugin():
     from vllm.v1.sample import rejection_sampler as module
 
     from reprieve.policies.menu import Menu
+    from reprieve.vllm_plugin import v1 as sampler
     from reprieve.vllm_plugin.rounds import RoundRequest, WorkerRules
-    from reprieve.vllm_plugin.v1 import sampler
-    from reprieve.vllm_plugin.v1.runner import Hooks
+    from reprieve.vllm_plugin.v1 import Hooks
 
     sampler.patch_sampler()
     patched = module.rejection_sample
@@ -67,8 +67,8 @@ def _behind_the_plugin():
         finally:
             sampler.ROUND.reset(token)
         assert rules.failures == 0, "the plugin failed"
-        rounds = rules.counter.take_rounds()
-        assert len(rounds) == len(counts) and not any(sum(found.rescued) for found in rounds)
+        taken = rules.counter.take().values()
+        assert len(taken) == len(counts) and not any(sum(flags) for _, rounds in taken for *_, flags in rounds)
         return output
 
     module.rejection_sample = rejection_sample

@@ -118,8 +118,8 @@ def own_clock(llm):
     wrapper = module.rejection_sample  # functools.partial(our wrapper, vLLM's function)
     module.rejection_sample = timed(functools.partial(wrapper.func, timed(wrapper.args[0], -1)), 1)
     rules = runner.reprieve.rules
-    for name in ("take_rounds", "note_drafts", "forget_all_but"):
-        setattr(rules, name, timed(getattr(rules, name), 1))
+    for owner, name in ((rules.counter, "take"), (rules, "note_drafts"), (rules, "forget_all_but")):
+        setattr(owner, name, timed(getattr(owner, name), 1))
     return clock
 
 

@@ -68,7 +68,7 @@ in_span = (
     | st.builds(InsideSpan, rescuing, start=markers, end=markers)
     | st.builds(InsideSpan, rescuing, span=st.sampled_from(["thinking", "tool_calls"]), outside=st.booleans())
 )
-in_span = in_span | st.builds(StrictFirst, in_span, num_tokens=st.integers(1, 100))
+in_span = in_span | st.builds(StrictFirst, in_span, strict_first=st.integers(1, 100))
 composed = st.one_of(
     in_span,
     st.builds(FuzzyRule, threshold=shares, divergence=st.sampled_from(["kl", "js", "tv"])),

@@ -82,7 +82,7 @@ def parameters_of(kind: Any) -> dict[str, dataclasses.Field[Any]]:
     return {f.name.rstrip("_"): f for f in dataclasses.fields(kind) if f.init and f.metadata.get("spec", True)}
 
 
-def construct(kind: type, given: Mapping[str, str], *, where: str) -> Any:
+def construct(kind: type, given: Mapping[str, str], *, where: str, **fixed: Any) -> Any:
     """An instance of the dataclass `kind` from texts.
 
     Raises:
@@ -103,13 +103,14 @@ def construct(kind: type, given: Mapping[str, str], *, where: str) -> Any:
     ]
     if required:
         raise SpecError(f"{where} needs {', '.join(f'{key}=' for key in required)}")
-    return kind(**converted)
+    return kind(**converted, **fixed)
 
 
 def format_spec(name: str, record: Any, *, always: str | None = None, without: str | None = None) -> str:
     """The shortest text that `parse_spec` and `construct` turn back into this record.
 
     Args:
+        name: or a specification, which gets the parameters too.
         always: parameter that is written even at its default.
         without: parameter to leave out; the text then describes a different record.
     """
@@ -118,7 +119,7 @@ def format_spec(name: str, record: Any, *, always: str | None = None, without: s
         for key, field in parameters_of(record).items()
         if key != without and (key == always or getattr(record, field.name) != field.default)
     ]
-    return name + (":" + ",".join(given) if given else "")
+    return name + ("," if ":" in name else ":") + ",".join(given) if given else name
 
 
 def format_value(value: Any) -> str:

@@ -16,10 +16,10 @@ from reprieve.bench.settings import RunSettings
 from reprieve.bench.summary import summarise
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.heads.loading import load_head
+from reprieve.models.sampling import truncated_tokens
 from reprieve.rules import parse_rule
 from reprieve.rules.judge import JudgeRule
 from reprieve.rules.top_k import TopKRule
-from reprieve.rules.truncation import truncated_tokens
 from reprieve.settings import SamplingParams, SamplingSettings
 from tests.bench.toys import run
 from tests.kit.tiny import random_head

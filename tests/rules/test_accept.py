@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from reprieve.rules import RiskBudget, accept, parse_rule
-from reprieve.rules.lossless import GreedyCheck, block_verification
+from reprieve.rules.lossless import MatchCheck, block_verification
 from reprieve.rules.top_k import TopKRule
 from reprieve.types import ROOT, Block, Evidence, Provenance
 
@@ -23,7 +23,7 @@ def walk(spec, probs, tokens, parents=None, budget=None):
     block = Block(torch.tensor(tokens), tuple(range(-1, len(tokens) - 1)) if parents is None else parents)
     rows = torch.tensor(probs).log()
     judged = rows[torch.tensor(block.parents) + 1]
-    check = GreedyCheck(rows, block.token_ids, block.parent_rows)
+    check = MatchCheck(rows, block.token_ids, block.parent_rows)
     evidence = Evidence(
         token_ids=block.token_ids,
         target_logits=judged,
@@ -87,7 +87,7 @@ def test_replacing_rule_may_refuse_a_match():
     block = Block.chain(torch.tensor([0, 0, 1]))
     draft = torch.tensor([CHAIN[0], [0.98, 0.01, 0.01], CHAIN[2]]).log()
     evidence = Evidence(block.token_ids, rows[:-1], True, torch.tensor([True] * 3), draft_scores=draft)
-    checked = GreedyCheck(rows, block.token_ids, block.parent_rows).resolve(block)
+    checked = MatchCheck(rows, block.token_ids, block.parent_rows).resolve(block)
     outcome = accept(parse_rule("fuzzy:threshold=0.05"), block, evidence, checked, budget=RiskBudget())
     assert outcome.path == [0]
     assert outcome.next_token_id == 0

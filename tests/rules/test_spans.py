@@ -116,7 +116,7 @@ def test_a_real_tokenizer_gives_its_thinking_markers():
     [
         ("margin:span=thinking,start=a", "give span, or start and end"),
         ("margin:strict_first=0", "strict_first must be 1 or more"),
-        ("margin:strict_first=-1", "strict_first must be a whole number"),
+        ("margin:strict_first=-1", "strict_first must be 1 or more"),
         ("margin:strict_first=1.5", "strict_first must be a whole number"),
         ("fuzzy:strict_first=4", "takes rules that rescue"),
         ("lossless:strict_first=4", "takes rules that rescue"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from reprieve.rules import RiskBudget, Rule, Traits, accept
 from reprieve.rules.base import RescueLimits
-from reprieve.rules.lossless import BlockCheck, GreedyCheck, SampledCheck
+from reprieve.rules.lossless import BlockCheck, MatchCheck, SampledCheck
 from reprieve.types import ROOT, Block, Evidence, Provenance
 
 VOCAB_SIZE = 4
@@ -123,7 +123,7 @@ def test_the_walk_equals_the_naive_one(tree, kind, limit, greedy):
     rule = GivenRisks(risks, limit, **kind)
     rows = block.parent_rows
     check = (
-        GreedyCheck(scores, block.token_ids, rows)
+        MatchCheck(scores, block.token_ids, rows)
         if greedy
         else SampledCheck(
             scores, block.token_ids, rows, uniforms=uniforms, proposal_probs=None, draw=lambda p: p.argmax(-1)
@@ -142,7 +142,7 @@ def test_the_walk_equals_the_naive_one(tree, kind, limit, greedy):
 @given(trees())
 def test_the_greedy_lossless_path_is_the_targets_text(tree):
     block, scores, risks, _ = tree
-    check = GreedyCheck(scores, block.token_ids, block.parent_rows)
+    check = MatchCheck(scores, block.token_ids, block.parent_rows)
     outcome, _ = outcome_of(GivenRisks(risks, -math.inf), block, check, greedy=True)
     place = ROOT
     for node in outcome.path:
@@ -160,7 +160,7 @@ def test_a_looser_limit_accepts_no_less_of_a_chain(tree, greedy):
     lengths = []
     for limit in (-math.inf, 0.0, 0.25, 0.5, 1.0):
         check = (
-            GreedyCheck(scores, block.token_ids, block.parent_rows)
+            MatchCheck(scores, block.token_ids, block.parent_rows)
             if greedy
             else SampledCheck(
                 scores,
@@ -181,7 +181,7 @@ def test_limits_hold_in_every_block(tree, most, allowance):
     block, scores, risks, _ = tree
     rule = GivenRisks(risks, math.inf, most=RescueLimits(most, allowance))
     budget = RiskBudget.of(rule)
-    check = GreedyCheck(scores, block.token_ids, block.parent_rows)
+    check = MatchCheck(scores, block.token_ids, block.parent_rows)
     outcome, _ = outcome_of(rule, block, check, greedy=True, budget=budget)
     rescued = [node for node, kind in zip(outcome.path, outcome.provenance, strict=True) if kind is Provenance.RESCUED]
     spent = sum(risks[node] for node in rescued)

@@ -11,9 +11,9 @@ from vllm.v1.sample import rejection_sampler as module
 
 from reprieve.engine import SamplingParams
 from reprieve.policies.menu import Menu
+from reprieve.vllm_plugin import v1 as sampler
 from reprieve.vllm_plugin.rounds import WorkerRules
-from reprieve.vllm_plugin.v1 import sampler
-from reprieve.vllm_plugin.v1.runner import Hooks
+from reprieve.vllm_plugin.v1 import Hooks
 from tests.kit.pairs import ARITHMETIC
 from tests.vllm import cpu_kernels
 from tests.vllm.conftest import K, local_decoder
@@ -58,7 +58,7 @@ def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypa
                 assert kept[-1] == outcome.next_token_id
             rescued += outcome.num_rescued
             decided += block.num_tokens
-    rules.counter.take_rounds()
+    rules.counter.take()
     assert rules.failures == 0 and rules.counter.num_rescued == rescued
     assert rescued > 0 and decided > 100
 
@@ -103,7 +103,7 @@ def verify(rules, batch, temperature, monkeypatch):
     possible = logits[judging].gather(-1, token_ids.long().unsqueeze(-1)).squeeze(-1) > -torch.inf
     if not greedy:
         uniforms = torch.cat([item.uniforms for item in evidence]).double()
-        monkeypatch.setattr(sampler, "_unwrapped", lambda name: lambda *args: uniforms)
+        monkeypatch.setattr(module, "generate_uniform_probs", lambda *args: uniforms)
     token = sampler.ROUND.set(sampler.V1Round(hooks, state, possible=possible))
     meta = SimpleNamespace(
         all_greedy=greedy,

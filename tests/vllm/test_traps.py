@@ -140,13 +140,13 @@ def test_state_of_finished_requests_is_forgotten(llm, problems):
     for _ in range(3):
         generate(llm, [problem.prompt for problem in problems[:16]], max_tokens=12)
     generate(llm, [problems[0].prompt], max_tokens=12)
-    assert len(rules._known) < 40 and len(rules._drafted) < 40
+    assert len(rules._known) < 40 and len(rules._drafts) < 40
 
 
 def test_the_sampler_is_wrapped_and_no_round_stays_open(llm):
     from vllm.v1.sample import rejection_sampler as module
 
-    from reprieve.vllm_plugin.v1 import sampler
+    from reprieve.vllm_plugin import v1 as sampler
 
     assert sampler.ROUND.get() is None
     assert module.rejection_sample.__wrapped__ is not None

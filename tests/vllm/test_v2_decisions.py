@@ -35,7 +35,7 @@ def hooks_of(rules, *, contexts=(), slots=64, size=None):
     """A rule processor on a fake runner that holds only request state; each request has a slot."""
     from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-    from reprieve.vllm_plugin.v2.processor import RuleProcessor
+    from reprieve.vllm_plugin.v2_processor import RuleProcessor
 
     size = size or V
     longest = max([len(context) for context in contexts], default=1)
@@ -107,8 +107,8 @@ class Batch:
         """Run the processor and vLLM's rejection sampler chunk by chunk; return the tokens of each request."""
         from vllm.v1.worker.gpu.spec_decode import rejection_sampler as module
 
-        from reprieve.vllm_plugin.v2.round import V2Round
-        from reprieve.vllm_plugin.v2.runner import patch_rejection
+        from reprieve.vllm_plugin.v2 import patch_rejection
+        from reprieve.vllm_plugin.v2_processor import V2Round
 
         patch_rejection(processor)
         names = names or [f"request {slot}" for slot in range(len(self.blocks))]
@@ -149,7 +149,7 @@ class Batch:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("spec", RULES)
 def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypatch):
-    from reprieve.vllm_plugin.v2.round import V2Round
+    from reprieve.vllm_plugin.v2_processor import V2Round
 
     recorder = Recorder(monkeypatch)
     decoder = local_decoder(spec)
@@ -211,7 +211,7 @@ def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypa
             if temperature == 0:
                 assert output == [*block.token_ids[: len(outcome.path)].tolist(), outcome.next_token_id]
             rescued += outcome.num_rescued
-    rules.counter.take_rounds()
+    rules.counter.take()
     assert rules.failures == 0 and (rescued > 0 or decoder.rule.traits.replaces)
     if temperature == 0:
         assert rules.counter.num_rescued == rescued
@@ -317,8 +317,7 @@ def test_rounds_of_vllms_warm_up_are_not_counted():
         admit(processor, slot, params_of())
     names = ["_warmup_0_", "_v2_mixed_warmup_1_", "request 2"]
     batch.verify(processor, temperatures=torch.zeros(3), names=names)
-    assert {found.request_id for found in processor.rules.counter.take_rounds()} == {"request 2"}
-    assert processor.rules.counter.take_marks().keys() == {"request 2"}
+    assert processor.rules.counter.take().keys() == {"request 2"}
 
 
 def test_a_span_is_followed_on_the_device():
@@ -406,7 +405,7 @@ def test_leniency_follows_the_load():
             admit(processor, slot, params_of(asked={"reprieve_threshold": 1.0} if slot == 1 else None))
         outputs = Batch([[1]] * num, [logits] * num).verify(processor, temperatures=torch.zeros(num))
         assert outputs[0] == expected and outputs[1] == [0]
-    labels = {found.rule for found in rules.counter.take_rounds()}
+    labels = {rule for _, rounds in rules.counter.take().values() for rule, *_ in rounds}
     assert labels == {"margin@1", "margin@2"}
 
 
@@ -427,7 +426,7 @@ def test_leniency_follows_the_load():
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_round_never_waits_for_the_device(spec, temperature):
     """The processor's work on a chunk, after the inputs have been set up."""
-    from reprieve.vllm_plugin.v2.round import V2Round
+    from reprieve.vllm_plugin.v2_processor import V2Round
     from tests.kit.waits import HostWaits
 
     batch = random_batch(4)
@@ -459,12 +458,12 @@ def test_chunks_without_a_rule_do_not_affect_the_next():
         admit(processor, slot, params_of(asked=asked))
     draft_logits = torch.randn(64, 3, V, generator=torch.Generator().manual_seed(1))
     whole = batch.verify(processor, temperatures=torch.zeros(5), draft_logits=draft_logits)
-    rounds = processor.rules.counter.take_rounds()
+    rounds = {name: rounds for name, (_, rounds) in processor.rules.counter.take().items()}
     each = [slice(slot, slot + 1) for slot in range(5)]
     assert batch.verify(processor, temperatures=torch.zeros(5), draft_logits=draft_logits, chunks=each) == whole
-    assert processor.rules.counter.take_rounds() == rounds
-    relaxed = [("request 0", "fuzzy@0.5"), ("request 2", "margin@2"), ("request 4", "margin@2")]
-    assert [(found.request_id, found.rule) for found in rounds] == relaxed
+    assert {name: rounds for name, (_, rounds) in processor.rules.counter.take().items()} == rounds
+    relaxed = {"request 0": ["fuzzy@0.5"], "request 2": ["margin@2"], "request 4": ["margin@2"]}
+    assert {name: [rule for rule, *_ in found] for name, found in rounds.items()} == relaxed
     assert processor.rules.failures == 0
 
 

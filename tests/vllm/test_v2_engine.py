@@ -191,10 +191,10 @@ def test_n_grams_serve_rules_that_need_no_draft(problems):
 @pytest.mark.parametrize("broken", ["the processor is lost", "the edit is lost", "everybody is edited", "other draws"])
 def test_the_self_test_fails_where_a_hook_is_broken(llm, broken, monkeypatch):
     from reprieve.errors import ReprieveError
-    from reprieve.vllm_plugin.selftest import run_selftest
-    from reprieve.vllm_plugin.v2 import processor as v2_processor
-    from reprieve.vllm_plugin.v2 import runner as v2_runner
-    from reprieve.vllm_plugin.v2.round import uniforms_of
+    from reprieve.vllm_plugin import v2 as v2_runner
+    from reprieve.vllm_plugin import v2_processor
+    from reprieve.vllm_plugin.probing import run_selftest
+    from reprieve.vllm_plugin.v2_processor import uniforms_of
 
     hooks = worker_of(llm).model_runner.reprieve
     run_selftest(hooks)
@@ -207,7 +207,7 @@ def test_the_self_test_fails_where_a_hook_is_broken(llm, broken, monkeypatch):
         monkeypatch.setattr(v2_runner, "uniforms_of", lambda *rows: 1 - uniforms_of(*rows))
     else:
         two = torch.tensor([2])
-        monkeypatch.setattr(type(hooks.processor), "apply", lambda self, logits, ctx: logits.index_fill_(1, two, 9.0))
+        monkeypatch.setattr(type(hooks), "apply", lambda self, logits, ctx: logits.index_fill_(1, two, 9.0))
     with pytest.raises(ReprieveError, match=r"self-test failed in worker 0: (a .* was (rejected|changed)|.* random)"):
         run_selftest(hooks)
 

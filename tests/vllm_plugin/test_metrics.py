@@ -55,7 +55,7 @@ def output_of(rules):
 
 def note(rules, request_id, rescued):
     """A round of one request with three drafted tokens, all accepted."""
-    choice = rules.request_rules(request_id, dict).choice
+    choice = rules.admit(request_id, dict).choice
     label = rules.counter.mark(request_id, choice.name, choice.rule)
     rules.counter.start_copy([request_id], [label], [3], torch.tensor([3]), torch.tensor([rescued]))
 
@@ -115,7 +115,7 @@ def test_marks_are_bounded_on_ranks_without_output():
     for number in range(4100):
         rules.counter.mark(str(number), "margin", parse_rule("margin:delta=2"))
         rules.forget([str(number)])
-    assert len(rules.counter.take_marks()) == 4096 and rules.counter.take_marks() == {}
+    assert len(rules.counter.take()) == 4096 and rules.counter.take() == {}
 
 
 def test_a_stray_field_is_an_error_that_says_where_it_belongs(monkeypatch):

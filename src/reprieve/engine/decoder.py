@@ -27,7 +27,7 @@ from reprieve.models.sampling import Sampler
 from reprieve.needs import Need
 from reprieve.rules import LosslessRule, RiskBudget, Rule, accept
 from reprieve.rules.base import bounded_risk
-from reprieve.rules.lossless import BlockCheck, Checked, ExactCheck, GreedyCheck, LosslessCheck, SampledCheck
+from reprieve.rules.lossless import BlockCheck, Checked, LosslessCheck, MatchCheck, SampledCheck
 from reprieve.settings import SamplingParams
 from reprieve.transfers import device_tensor
 from reprieve.types import (
@@ -290,10 +290,9 @@ class SpeculativeDecoder:
         if block.draft_logits is not None and (sampled or Need.DRAFT_PROBS in needs):
             draft_scores = sampler.draft_scores(block.draft_logits)
         check: LosslessCheck
-        if sampler.greedy:
-            check = GreedyCheck(scores, block.token_ids, block.parent_rows)
-        elif answer.rule.traits.check == "exact":
-            check = ExactCheck(scores, block.token_ids, block.parent_rows, sampler.draw)
+        if sampler.greedy or answer.rule.traits.check == "exact":
+            draw = None if sampler.greedy else sampler.draw
+            check = MatchCheck(scores, block.token_ids, block.parent_rows, draw)
         else:
             uniforms = sampler.uniforms(block.num_tokens)
             draft_probs = None if block.deterministic or draft_scores is None else draft_scores.softmax(-1)

@@ -23,12 +23,15 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from reprieve.rules.truncation import truncated_tokens
+from reprieve.rules import Rule
+from reprieve.rules.base import bounded_risk
 from reprieve.settings import SamplingParams
+from reprieve.types import Evidence
 
 DRAWS_VERSION = 3  # label stores sampled with another version cannot be resumed
 _GOLDEN = -0x61C88647  # 2^32 over the golden ratio, as int32
 _MIX = ((16, -0x7A143595), (13, -0x3D4D51CB))  # MurmurHash3's, as int32
+_CHUNK = 64  # tokens that a truncating rule judges at once
 _SPARSE = 4  # if fewer than 1 in this many tokens is possible, noise is computed for those only
 
 
@@ -69,6 +72,37 @@ class Sampler:
     def uniforms(self, size: int) -> Tensor:
         """Draw uniform numbers in [0, 1), [size]."""
         return torch.rand(size, generator=self.generator, device=self.generator.device)
+
+
+def truncated_tokens(
+    rule: Rule,
+    logits: Tensor,  # [V], raw
+    scores: Tensor,  # [V], after temperature, top-k and top-p
+) -> Tensor:  # [V], bool
+    """Return the mask of tokens that a truncating rule would accept; it always includes the most likely one.
+
+    The fair comparison for a rule that reads only the target's distribution is the target sampling from this set
+    ("Revisiting Lossy Verification", arXiv 2607.26627), not the plain target. Such rules accept every token that is
+    more likely than an accepted one. Tokens are therefore tried in order of decreasing score, and the search ends with
+    the first chunk that contains a refused one.
+    """
+    kept = torch.zeros_like(scores, dtype=torch.bool)
+    order = scores.argsort(descending=True)
+    kept[order[0]] = True
+    for token_ids in order.split(_CHUNK):
+        shape = (len(token_ids), len(scores))
+        evidence = Evidence(
+            token_ids=token_ids,
+            target_logits=logits.expand(shape),
+            greedy=False,
+            lossless_accepts=torch.zeros_like(token_ids, dtype=torch.bool),
+            target_scores=scores.expand(shape),
+        )
+        passed = bounded_risk(rule, evidence) <= rule.threshold
+        kept[token_ids[passed]] = True
+        if not bool(passed.all()):
+            break
+    return kept
 
 
 def _processors(params: SamplingParams, temperature: float) -> LogitsProcessorList | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 from reprieve.errors import require_range
 from reprieve.needs import Need
@@ -43,11 +43,6 @@ class ArbiterRule(HeadRule):
     def __post_init__(self) -> None:
         if self.lambda_ is not None:
             require_range("lambda", self.lambda_, 0.0, 1.0)
-
-    def with_head(self, head: Any) -> Self:
-        """Return the rule with this arbiter; the arbiter's recommended lambda is used if the rule has none."""
-        rule = super().with_head(head)
-        return rule if self.lambda_ is not None else rule.with_dial(head.threshold)
 
     @property
     def traits(self) -> Traits:

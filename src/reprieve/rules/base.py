@@ -101,12 +101,12 @@ class Rule(ABC):
     @property
     def limits(self) -> RescueLimits | None:
         """Limits on the rescues; None for a rule that decides each token by its risk alone."""
-        return None
+        return self.parts[0].limits if self.parts else None
 
     @property
     def rescues_in_turn(self) -> bool:
         """True if each sibling of a tree is rescued before the next one is tried."""
-        return False
+        return any(part.rescues_in_turn for part in self.parts)
 
     @property
     def relaxes_target(self) -> bool:
@@ -116,11 +116,13 @@ class Rule(ABC):
     @property
     def dial(self) -> Dial | None:
         """Parameter that sweeps vary; None for a rule without one."""
-        return self.own_dial
+        return self.parts[0].dial if self.parts else self.own_dial
 
     @property
     def threshold(self) -> float:
         """Largest accepted risk, in the unit of `risk`: by default the dial's value."""
+        if self.parts:
+            return self.parts[0].threshold
         assert self.dial is not None, "a rule without a dial has its own threshold"
         value: float = getattr(self, self.dial.name)
         return value
@@ -128,7 +130,7 @@ class Rule(ABC):
     @property
     def leniency(self) -> float:
         """Leniency in the unit of `threshold`; larger is more lenient. Comparable between settings of one rule."""
-        return self.threshold
+        return self.parts[0].leniency if self.parts else self.threshold
 
     @abstractmethod
     def risk(self, evidence: Evidence) -> Tensor:
@@ -148,7 +150,7 @@ class Rule(ABC):
 
     @property
     def parts(self) -> tuple[Rule, ...]:
-        """Rules that this rule is composed of; the first one's dial is its own. Empty for simple rules."""
+        """Rules that this rule is composed of, the first of which gives it dial, threshold and limits; () if simple."""
         return ()
 
     @property
@@ -171,7 +173,7 @@ class Rule(ABC):
     @property
     def heads(self) -> tuple[tuple[str, Any], ...]:
         """Names and objects of the heads in this rule."""
-        return ()
+        return tuple(head for part in self.parts for head in part.heads)
 
     def with_dial(self, value: float) -> Self:
         """Return a copy with the dial set to `value`, in the paper's unit.
@@ -188,8 +190,8 @@ class Rule(ABC):
     @property
     def dial_value(self) -> float | None:
         """Value of the dial in the paper's unit; None without a dial or without a limit."""
-        if self.dial is None:
-            return None
+        if self.parts or self.dial is None:
+            return self.parts[0].dial_value if self.parts else None
         value: float | None = getattr(self, parameters_of(self)[self.dial.name].name)
         return value
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from reprieve.rules import LosslessRule, RiskBudget, Rule
 from reprieve.rules.base import RescueLimits, bounded_risk, within_threshold
-from reprieve.rules.lossless import GreedyCheck, LosslessCheck, SampledCheck
+from reprieve.rules.lossless import MatchCheck, SampledCheck
 from reprieve.transfers import device_tensor
 from reprieve.types import ROOT, Evidence, RuleInputs
 
@@ -71,11 +71,10 @@ class Batch(RuleInputs):
     def lossless_accepts(self, scores: Tensor, *, greedy: bool) -> Tensor:
         """Return which tokens pass the lossless check against these scores [N, V] of the target, [N], bool."""
         token_ids = self.token_ids.clamp_min(0)
-        check: LosslessCheck = GreedyCheck(scores, token_ids, EVERYTHING)
-        if self.uniforms is not None and not greedy:
-            uniforms, proposal_probs = self.uniforms, self.proposal_probs
-            check = SampledCheck(scores, token_ids, EVERYTHING, uniforms=uniforms, proposal_probs=proposal_probs)
-        return check.accepts
+        if greedy or self.uniforms is None:
+            return MatchCheck(scores, token_ids, EVERYTHING).accepts
+        uniforms, proposal_probs = self.uniforms, self.proposal_probs
+        return SampledCheck(scores, token_ids, EVERYTHING, uniforms=uniforms, proposal_probs=proposal_probs).accepts
 
     def evidence(self, *, greedy: bool) -> Evidence:
         """Return evidence for a rule, treating all requests as greedy or all as sampled."""
@@ -106,65 +105,30 @@ class Decisions:
     relaxed: Tensor  # [N], bool: tokens verified against `scores`
     scores: Tensor | None = None  # [N, V]: replace the target's scores in verification where `relaxed`
 
-    @classmethod
-    def none(cls, batch: Batch) -> Decisions:
-        """Return decisions that leave every token to the engine's own check."""
-        return cls(*(torch.zeros_like(batch.token_ids, dtype=torch.bool) for _ in range(4)))
-
-
-@dataclass(frozen=True)
-class TokenSettings:
-    """Settings of one rule for each drafted token, from the token's request."""
-
-    thresholds: Tensor  # [N], float64: the threshold of each token's request
-    selected: Tensor  # [N], bool: whether the request uses this rule
-    greedy: Tensor  # [N], bool: whether the request decodes greedily
-    greedy_modes: tuple[bool, ...]  # distinct values of `greedy` among the rule's requests, on the host
-
-    @classmethod
-    def of(cls, name: str, requests: Sequence[BatchRequest], device: torch.device) -> TokenSettings:
-        """Return the settings of rule `name` for every drafted token of the batch."""
-        mine = [request.name == name and not request.strict for request in requests]
-        thresholds = [request.rule.threshold if own else -math.inf for request, own in zip(requests, mine, strict=True)]
-
-        def flat(values: Sequence[Any], dtype: torch.dtype) -> Tensor:
-            each = [value for value, request in zip(values, requests, strict=True) for _ in range(request.num_drafted)]
-            return device_tensor(each, dtype, device)
-
-        return cls(
-            thresholds=flat(thresholds, torch.float64),
-            selected=flat(mine, torch.bool),
-            greedy=flat([request.greedy for request in requests], torch.bool),
-            greedy_modes=tuple(
-                {one.greedy for one, own in zip(requests, mine, strict=True) if own and one.num_drafted}
-            ),
-        )
-
 
 def decide(requests: Sequence[BatchRequest], batch: Batch) -> Decisions:
-    """Apply each request's rule at its own setting; a rule runs once for greedy and once for sampled requests."""
-    decisions = Decisions.none(batch)
-    rules = {request.name: request.rule for request in requests if not request.strict}
-    for name, rule in rules.items():
-        settings = TokenSettings.of(name, requests, batch.token_ids.device)
-        apply_rule(rule, settings, [request.budget for request in requests], batch, decisions)
-    return decisions
+    """Apply each request's rule at its own setting.
 
-
-def apply_rule(
-    rule: Rule, settings: TokenSettings, budgets: Sequence[RiskBudget], batch: Batch, decisions: Decisions
-) -> None:
-    """Add the decisions for the requests that use a rule to `decisions`, in place.
-
-    Risks do not depend on the dial, so they are computed once for all requests.
+    A rule runs once for greedy and once for sampled requests: risks do not depend on the dial.
     """
-    real = batch.real
-    for greedy in settings.greedy_modes:
+    device, real = batch.token_ids.device, batch.real
+    decisions = Decisions(*(torch.zeros_like(real) for _ in range(4)))
+    sizes = device_tensor(list(batch.block_sizes), torch.long, device)
+    budgets = [request.budget for request in requests]
+
+    def by_token(values: list[Any], dtype: torch.dtype) -> Tensor:  # [B] to [N]
+        return device_tensor(values, dtype, device).repeat_interleave(sizes, output_size=len(real))
+
+    modes = dict.fromkeys((one.name, one.greedy) for one in requests if not one.strict and one.num_drafted)
+    for name, greedy in modes:
+        mine = [not one.strict and (one.name, one.greedy) == (name, greedy) for one in requests]
+        rule = requests[mine.index(True)].rule
+        limits = [one.rule.threshold if own else -math.inf for one, own in zip(requests, mine, strict=True)]
+        thresholds, selected = by_token(limits, torch.float64), by_token(mine, torch.bool)
         evidence = batch.evidence(greedy=greedy)
-        selected = settings.selected & (settings.greedy == greedy)
         lossless = evidence.lossless_accepts
         decisions.lossless |= selected & lossless
-        probs = rule.relaxed_target_probs(evidence, threshold=settings.thresholds)
+        probs = rule.relaxed_target_probs(evidence, threshold=thresholds)
         if probs is not None:
             relaxed = selected & real
             before = batch.scores if decisions.scores is None else decisions.scores
@@ -172,7 +136,7 @@ def apply_rule(
             decisions.relaxed |= relaxed
             continue
         risk = bounded_risk(rule, evidence)
-        passed = within_threshold(risk, settings.thresholds)
+        passed = within_threshold(risk, thresholds)
         if rule.traits.replaces:
             decisions.accept |= selected & passed & real
             decisions.refuse |= selected & ~passed
@@ -181,6 +145,7 @@ def apply_rule(
         if rule.limits is not None:
             rescued = _within_limits(rule.limits, rescued, lossless & real, risk, budgets, batch)
         decisions.accept |= rescued
+    return decisions
 
 
 def _within_limits(
@@ -191,8 +156,7 @@ def _within_limits(
     A block is accepted up to its first refusal, so cumulative sums over a block are sums along its accepted path.
     """
     device, sizes = risk.device, batch.block_sizes
-    layout = _layout(tuple(sizes))
-    rows, columns = (device_tensor(list(numbers), torch.long, device) for numbers in (layout.rows, layout.columns))
+    rows, columns = cells_of(sizes, device)
 
     def by_block(flat: Tensor) -> Tensor:  # [N] to [B, K]
         return flat.new_zeros(len(sizes), max(sizes)).index_put((rows, columns), flat)
@@ -209,6 +173,12 @@ def _within_limits(
     for budget, cost_of_answer in zip(budgets, spent.unbind(), strict=True):
         budget.spent = budget.spent + cost_of_answer
     return allowed[rows, columns]
+
+
+def cells_of(block_sizes: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the request of each of the N drafted tokens and its position in the block, [N] each."""
+    layout = _layout(tuple(block_sizes))
+    return device_tensor(list(layout.rows), torch.long, device), device_tensor(list(layout.columns), torch.long, device)
 
 
 class _Layout(NamedTuple):

@@ -22,43 +22,15 @@ from torch import Tensor
 
 from reprieve.errors import SpecError, require_choice, require_whole
 from reprieve.needs import Need
-from reprieve.rules.base import RULES, Dial, RescueLimits, Rule, Traits, accepts, within_threshold
+from reprieve.rules.base import RULES, RescueLimits, Rule, Traits, accepts, within_threshold
 from reprieve.rules.lossless import LosslessRule
 from reprieve.rules.spans import MODEL_SPANS, model_markers, span_is_open
-from reprieve.specs import construct, format_value, parse_spec, split
+from reprieve.specs import construct, format_spec, parameters_of, parse_spec, split
 from reprieve.types import Evidence, Tokenizer
 
 
 class Wrapper(Rule):
     """A rule made of parts; the first part provides its dial and threshold."""
-
-    @property
-    def dial(self) -> Dial | None:
-        return self.parts[0].dial
-
-    @property
-    def dial_value(self) -> float | None:
-        return self.parts[0].dial_value
-
-    @property
-    def threshold(self) -> float:
-        return self.parts[0].threshold
-
-    @property
-    def leniency(self) -> float:
-        return self.parts[0].leniency
-
-    @property
-    def limits(self) -> RescueLimits | None:
-        return self.parts[0].limits
-
-    @property
-    def rescues_in_turn(self) -> bool:
-        return any(rule.rescues_in_turn for rule in self.parts)
-
-    @property
-    def heads(self) -> tuple[tuple[str, Any], ...]:
-        return tuple(head for rule in self.parts for head in rule.heads)
 
     def with_parts(self, parts: Sequence[Rule]) -> Self:
         """Return a copy with other parts."""
@@ -174,7 +146,7 @@ class AnyOf(_Composite):
 class _Restricted(Wrapper):
     """A rule that applies to part of the text; its specification is the inner rule's with extra parameters."""
 
-    rule: Rule
+    rule: Rule = field(metadata={"spec": False})
 
     @property
     def parts(self) -> tuple[Rule, ...]:
@@ -184,18 +156,11 @@ class _Restricted(Wrapper):
         return dataclasses.replace(self, rule=parts[0])
 
     @property
-    def restriction(self) -> dict[str, Any]:
-        """Parameters of the restriction, by their names in specifications."""
-        raise NotImplementedError
-
-    @property
     def params(self) -> dict[str, Any]:
-        return {**self.rule.params, **self.restriction}
+        return {**self.rule.params, **super().params}
 
     def written(self, *, dial: bool = True) -> str:
-        spec = self.rule.written(dial=dial)
-        given = [f"{key}={format_value(value)}" for key, value in self.restriction.items() if value is not False]
-        return spec + ("," if ":" in spec else ":") + ",".join(given)
+        return format_spec(self.rule.written(dial=dial), self)
 
 
 @dataclass(frozen=True)
@@ -210,10 +175,10 @@ class InsideSpan(_Restricted):
 
     start: str = ""
     end: str = ""
-    outside: bool = False  # the reverse: strict between the markers
     span: str | None = None  # thinking or tool_calls, whose markers `bind` finds in the tokenizer
-    start_ids: tuple[int, ...] | None = field(default=None, compare=False)
-    end_ids: tuple[int, ...] | None = field(default=None, compare=False)
+    outside: bool = False  # the reverse: strict between the markers
+    start_ids: tuple[int, ...] | None = field(default=None, compare=False, metadata={"spec": False})
+    end_ids: tuple[int, ...] | None = field(default=None, compare=False, metadata={"spec": False})
 
     def __post_init__(self) -> None:
         require_rescuing(self.rule, "a span")
@@ -242,11 +207,6 @@ class InsideSpan(_Restricted):
         start_ids, end_ids = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in markers)
         return dataclasses.replace(super().bind(tokenizer), start_ids=start_ids, end_ids=end_ids)
 
-    @property
-    def restriction(self) -> dict[str, Any]:
-        where = {"start": self.start, "end": self.end} if self.span is None else {"span": self.span}
-        return {**where, "outside": self.outside}
-
     def risk(self, evidence: Evidence) -> Tensor:
         """The inner rule's risk; infinite where the rule does not apply."""
         assert self.start_ids is not None and self.end_ids is not None, "bind the rule to a tokenizer first"
@@ -265,11 +225,11 @@ class StrictFirst(_Restricted):
 
     name = "strict_first"
 
-    num_tokens: int
+    strict_first: int
 
     def __post_init__(self) -> None:
         require_rescuing(self.rule, "strict_first")
-        require_whole("strict_first", self.num_tokens, 1)
+        require_whole("strict_first", self.strict_first, 1)
         if isinstance(self.rule, StrictFirst):
             raise SpecError("strict_first is given twice")
 
@@ -279,14 +239,10 @@ class StrictFirst(_Restricted):
         inside = self.rule.traits
         return dataclasses.replace(inside, needs=inside.needs | {Need.ANSWER_POSITIONS})
 
-    @property
-    def restriction(self) -> dict[str, Any]:
-        return {"strict_first": self.num_tokens}
-
     def risk(self, evidence: Evidence) -> Tensor:
         """The inner rule's risk; infinite among the answer's first tokens."""
         assert evidence.answer_positions is not None, "the answer's length is needed: Need.ANSWER_POSITIONS"
-        return torch.where(evidence.answer_positions >= self.num_tokens, self.rule.risk(evidence), math.inf)
+        return torch.where(evidence.answer_positions >= self.strict_first, self.rule.risk(evidence), math.inf)
 
 
 _OF_AN_ARM = re.compile(r'@(K|drafter)=(?=[^"]*$)')
@@ -320,16 +276,11 @@ def _parse_all(spec: str) -> Rule:
 
 def _parse_one(spec: str) -> Rule:
     name, given = parse_spec(spec, what="rule")
-    restrictions: dict[str, Any] = {key: given.pop(key) for key in ("start", "end", "span", "outside") if key in given}
-    num_strict = given.pop("strict_first", None)
-    rule: Rule = construct(RULES.get(name), given, where=f"rule {name}")
-    if restrictions:
-        outside = restrictions.pop("outside", "false")
-        if outside not in ("true", "false"):
-            raise SpecError(f"outside must be true or false, got {outside!r}")
-        rule = InsideSpan(rule, outside=outside == "true", **restrictions)
-    if num_strict is None:
-        return rule
-    if not num_strict.isdecimal():
-        raise SpecError(f"strict_first must be a whole number of tokens, 1 or more, got {num_strict!r}")
-    return StrictFirst(rule, int(num_strict))
+    where = f"rule {name}"
+    kinds = (InsideSpan, StrictFirst)
+    restrictions = [{key: given.pop(key) for key in parameters_of(kind) if key in given} for kind in kinds]
+    rule: Rule = construct(RULES.get(name), given, where=where)
+    for kind, its in zip(kinds, restrictions, strict=True):
+        if its:
+            rule = construct(kind, its, where=where, rule=rule)
+    return rule

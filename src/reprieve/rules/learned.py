@@ -39,8 +39,9 @@ class HeadRule(Rule):
         return self if self.head is None else dataclasses.replace(self, head=self.head.to(device))
 
     def with_head(self, head: Any) -> Self:
-        """Return the rule with a head in memory."""
-        return dataclasses.replace(self, head=head)
+        """Return the rule with a head in memory; the head's recommendation is used if the dial is not set."""
+        rule = dataclasses.replace(self, head=head)
+        return rule.with_dial(head.threshold) if self.dial_value is None else rule
 
     @property
     def heads(self) -> tuple[tuple[str, Any], ...]:
@@ -78,14 +79,13 @@ class LearnedRule(HeadRule):
             require_range("threshold", self.threshold, 0.0, 1.0)
 
     def with_head(self, head: Any) -> Self:
-        """Return the rule with a head in memory; the head's threshold is used if the rule has none.
+        """Return the rule with a head in memory.
 
         Raises:
             SpecError: the head needs features that are not available during decoding.
         """
         head.recipe.require_decodable()
-        threshold = head.threshold if self.threshold is None else self.threshold
-        return dataclasses.replace(self, head=head, threshold=threshold)
+        return super().with_head(head)
 
     @property
     def traits(self) -> Traits:

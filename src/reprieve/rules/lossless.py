@@ -122,7 +122,7 @@ class LosslessCheck(ABC):
         rows: for each drafted token, the row of `scores` that it is checked against.
     """
 
-    own_ids: Tensor | None = None  # [N], the target's own draw at each position, for ExactCheck
+    own_ids: Tensor | None = None  # [N], the target's own draw at each position, if MatchCheck drew it
 
     def __init__(self, scores: Tensor, token_ids: Tensor, rows: Rows) -> None:
         self.scores = scores
@@ -144,13 +144,17 @@ class LosslessCheck(ABC):
         """
 
 
-class GreedyCheck(LosslessCheck):
-    """Accept a token that equals the target's first choice."""
+class MatchCheck(LosslessCheck):
+    """Accept a token that equals the target's own: its first choice, or its draw (`exact`; CoSpec, appendix F).
 
-    @cached_property
-    def next_ids(self) -> Tensor:
-        """Target's own token after each row: [R], int64."""
-        return self.scores.argmax(-1)
+    Args:
+        draw: draws the target's tokens; None takes the first choices.
+    """
+
+    def __init__(self, scores: Tensor, token_ids: Tensor, rows: Rows, draw: DrawTokens | None = None) -> None:
+        super().__init__(scores, token_ids, rows)
+        self.next_ids = scores.argmax(-1) if draw is None else draw(scores.softmax(-1))  # [R], int64
+        self.own_ids = None if draw is None else self.next_ids[rows]
 
     @cached_property
     def accepts(self) -> Tensor:
@@ -158,19 +162,6 @@ class GreedyCheck(LosslessCheck):
 
     def resolve(self, block: Block, *, relaxed_probs: Tensor | None = None, residual: bool = True) -> Checked:
         return Checked(self.accepts, self.accepts, self.next_ids)
-
-
-class ExactCheck(GreedyCheck):
-    """Accept a token that equals the target's own draw at its position (CoSpec, appendix F).
-
-    Args:
-        draw: draws the target's tokens.
-    """
-
-    def __init__(self, scores: Tensor, token_ids: Tensor, rows: Rows, draw: DrawTokens) -> None:
-        super().__init__(scores, token_ids, rows)
-        self.next_ids = draw(scores.softmax(-1))
-        self.own_ids = self.next_ids[rows]
 
 
 class SampledCheck(LosslessCheck):

@@ -78,16 +78,19 @@ def span_is_open(evidence: Evidence, start_ids: Sequence[int], end_ids: Sequence
     """
     context, token_ids = evidence.context, evidence.token_ids
     assert context is not None, "a span needs the text before the block: Need.CONTEXT"
-    parents = range(-1, len(token_ids) - 1) if evidence.parents is None else evidence.parents
-    rows = [0] * len(parents) if evidence.context_rows is None else evidence.context_rows
-    open_before = last_occurrence(context, start_ids) > last_occurrence(context, end_ids)  # [B]
-    opens, closes = (_ends_with(evidence, marker, parents, rows) for marker in (start_ids, end_ids))
-    # +1 where the token completes `start`, -1 where it completes `end`; a last 0 stands for no token.
-    changes = torch.cat([(opens & ~closes).long() - closes.long(), token_ids.new_zeros(1)])
-    before = changes[to_device(_ancestors(tuple(parents)), token_ids.device)]  # [N, depth], the nearest first
-    nearest = (before != 0).long().argmax(-1, keepdim=True)
-    change = before.gather(-1, nearest).squeeze(-1)
-    return torch.where(change == 0, open_before[device_tensor(list(rows), torch.long, token_ids.device)], change > 0)
+    parents = tuple(range(-1, len(token_ids) - 1) if evidence.parents is None else evidence.parents)
+    rows = (0,) * len(parents) if evidence.context_rows is None else tuple(evidence.context_rows)
+    size, device = max(len(start_ids), len(end_ids)) - 1, token_ids.device  # of the part of a marker in the context
+    positions = context.lengths.unsqueeze(-1) - torch.arange(size, 0, -1, device=device)  # [B, size]
+    tails = torch.where(positions >= 0, context.token_ids.gather(-1, positions.clamp_min(0)), -1)
+    known = torch.cat([tails.reshape(-1), token_ids])
+    paths, lengths = (to_device(indices, device) for indices in _paths(parents, rows, len(tails), size))
+    in_block, in_context = (
+        [last_occurrence(text, marker) for marker in (start_ids, end_ids)]
+        for text in (Context(known[paths], lengths), context)
+    )
+    open_before = (in_context[0] > in_context[1])[device_tensor(list(rows), torch.long, device)]
+    return torch.where(torch.maximum(*in_block) > size, in_block[0] > in_block[1], open_before)
 
 
 def last_occurrence(context: Context, marker: Sequence[int]) -> Tensor:
@@ -102,34 +105,18 @@ def last_occurrence(context: Context, marker: Sequence[int]) -> Tensor:
     return torch.where(found & (ends <= context.lengths.unsqueeze(-1)), ends, -1).amax(-1)
 
 
-def _ends_with(evidence: Evidence, marker: Sequence[int], parents: Sequence[int], rows: Sequence[int]) -> Tensor:
-    """Return whether the text up to each drafted token ends with the marker: [N], bool."""
-    context, token_ids = evidence.context, evidence.token_ids
-    assert context is not None
-    size, device = len(marker), token_ids.device
-    positions = context.lengths.unsqueeze(-1) - torch.arange(size, 0, -1, device=device)  # [B, size]
-    tails = torch.where(positions >= 0, context.token_ids.gather(-1, positions.clamp_min(0)), -1)
-    known = torch.cat([tails.reshape(-1), token_ids])
-    windows = known[to_device(_windows(tuple(parents), tuple(rows), len(tails), size), device)]  # [N, size]
-    return (windows == device_tensor(list(marker), torch.long, device)).all(-1)
-
-
 @lru_cache(maxsize=64)
-def _windows(parents: tuple[int, ...], rows: tuple[int, ...], num_texts: int, size: int) -> Tensor:
-    """Indices of the last `size` tokens up to each drafted token, in the texts' tails and then the block: [N, size]."""
-    first = num_texts * size  # of the drafted tokens
-    windows: list[list[int]] = []
-    for node, (parent, row) in enumerate(zip(parents, rows, strict=True)):
-        before = range(row * size, (row + 1) * size) if parent == ROOT else windows[parent]
-        windows.append([*before[1:], first + node])
-    return torch.tensor(windows, dtype=torch.long).reshape(-1, size)
+def _paths(parents: tuple[int, ...], rows: tuple[int, ...], num_texts: int, size: int) -> tuple[Tensor, Tensor]:
+    """Indices of the tokens before each drafted token, in the texts' tails and then the block: [N, size + depth], [N].
 
-
-@lru_cache(maxsize=64)
-def _ancestors(parents: tuple[int, ...]) -> Tensor:
-    """The drafted tokens that each token follows, the nearest first; -1 where there are no more: [N, depth]."""
+    The second result is their number.
+    """
     paths: list[list[int]] = []
-    for parent in parents:
-        paths.append([] if parent == ROOT else [parent, *paths[parent]])
-    depth = max((len(path) for path in paths), default=0) + 1
-    return torch.tensor([path + [-1] * (depth - len(path)) for path in paths], dtype=torch.long).reshape(-1, depth)
+    for parent, row in zip(parents, rows, strict=True):
+        tail = list(range(row * size, (row + 1) * size))
+        paths.append(tail if parent == ROOT else [*paths[parent], num_texts * size + parent])
+    lengths = [len(path) for path in paths]
+    longest = max(lengths, default=0)
+    padded = [path + [0] * (longest - len(path)) for path in paths]
+    indices = torch.tensor(padded, dtype=torch.long).reshape(len(paths), longest)
+    return indices, torch.tensor(lengths, dtype=torch.long)

@@ -15,8 +15,7 @@ from typing import Any
 from reprieve.backends.servers import INFO
 from reprieve.vllm_plugin.rounds import WorkerRules
 
-# On a ModelRunnerOutput: {request id: (fields for its response, [(rule, tokens drafted, flags of the accepted ones)])},
-# with an entry per round; see `RelaxedRound`.
+# On a ModelRunnerOutput: fields for the responses, and counts, by request; see `RoundCounter.take`.
 ATTRIBUTE = "reprieve_counts"
 FIELD = "reprieve"  # on vLLM's two records
 # Fields of a response if no rule was in force for the request.
@@ -39,13 +38,8 @@ _COUNTERS = {
 def attach(output: Any, rules: WorkerRules) -> None:
     """Send a worker's counts along with its output, to the scheduler, and which requests were decoded leniently."""
     with rules.guarded("counting failed"):
-        marks = rules.counter.take_marks()
-        by_request: dict[str, list[tuple[Any, ...]]] = {request_id: [] for request_id in marks}
-        for request_id, *counts in rules.counter.take_rounds():
-            by_request.setdefault(request_id, []).append(tuple(counts))
-        if by_request:
-            attached = {request_id: (marks.get(request_id), counts) for request_id, counts in by_request.items()}
-            setattr(output, ATTRIBUTE, attached)
+        if taken := rules.counter.take():
+            setattr(output, ATTRIBUTE, taken)
 
 
 def extend(about: Mapping[str, str] | None = None) -> None:

@@ -1,15 +1,30 @@
-"""All parts of vLLM that the plugin touches, and a check that they exist; new optional parameters are allowed."""
+"""All parts of vLLM that the plugin touches, a check that they exist, and a self-test in a worker at startup.
+
+New optional parameters are allowed. In the self-test, two synthetic requests with one drafted token each go through the
+installed hooks and vLLM's own sampler. The rule accepts every token; the target prefers another one. The token must be
+emitted, and a request with the rule off must be unchanged.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reprieve.errors import ReprieveError
+import torch
+from torch import Tensor
 
+from reprieve.errors import ReprieveError, SpecError
+from reprieve.needs import Need
+from reprieve.policies.menu import Menu
+from reprieve.policies.policy import SWITCH, Policy
+from reprieve.rules import parse_rule
+from reprieve.vllm_plugin.rounds import WorkerRules
+
+OWN, DRAFTED = 1, 2  # in the self-test: the target's token, and the drafter's
+ASKED: tuple[dict[str, str], ...] = ({}, {SWITCH: "off"})
 WRAPPED, ADDED, USED = "wrapped", "added", "used"
 
 
@@ -38,14 +53,6 @@ class Part:
     def path(self) -> str:
         """The attribute that a wrapper is set on."""
         return f"{self.where or self.module}.{self.name}"
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A parameter, as source or a live function has it."""
-
-    name: str
-    required: bool
 
 
 # On both runners: start and admission, then numbers on their way to responses and the metrics page.
@@ -142,8 +149,11 @@ def runner_kind(runner: Any) -> str:
     raise ReprieveError(f"Reprieve's plugin knows vLLM's {known} model runners, this is {type(runner).__name__}")
 
 
-def require_parts(parts: Sequence[Part], parameters_of: Callable[[Part], Sequence[Parameter] | None]) -> None:
+def require_parts(parts: Sequence[Part], parameters_of: Callable[[Part], Mapping[str, bool] | None]) -> None:
     """Refuse a vLLM that lacks a part, or in which one takes other parameters.
+
+    Args:
+        parameters_of: returns whether each parameter of a part is required; None where the part is not there.
 
     Raises:
         ReprieveError: names the part, what it takes and what it must take.
@@ -158,8 +168,8 @@ def require_parts(parts: Sequence[Part], parameters_of: Callable[[Part], Sequenc
                 continue
             raise ReprieveError(f"{where} is not there: this vLLM does not fit Reprieve's plugin")
         needed = part.needed.split()
-        names = [parameter.name for parameter in given]
-        unknown = [item.name for item in given[len(needed) :] if item.required]
+        names = list(given)
+        unknown = [name for name in names[len(needed) :] if given[name]]
         if names[: len(needed)] != needed or (part.called and unknown):
             raise ReprieveError(
                 f"{where} takes ({', '.join(names)}), the plugin needs ({', '.join(needed)})"
@@ -167,8 +177,8 @@ def require_parts(parts: Sequence[Part], parameters_of: Callable[[Part], Sequenc
             )
 
 
-def live(part: Part) -> list[Parameter] | None:
-    """The parameters of a part of the vLLM that is installed; None where it is not there."""
+def live(part: Part) -> dict[str, bool] | None:
+    """Return whether each parameter of a part of the installed vLLM is required; None where it is not there."""
     try:
         function: Any = importlib.import_module(part.module)
         for name in part.name.split("."):
@@ -177,8 +187,60 @@ def live(part: Part) -> list[Parameter] | None:
         return None
     function = inspect.unwrap(getattr(function, "fn", function))  # a Triton kernel holds its function
     free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [
-        Parameter(name, item.default is inspect.Parameter.empty)
+    return {
+        name: item.default is inspect.Parameter.empty
         for name, item in inspect.signature(function).parameters.items()
         if item.kind not in free
-    ]
+    }
+
+
+def run_selftest(hooks: Any) -> None:
+    """Run the self-test on a runner's hooks.
+
+    Raises:
+        ReprieveError: the hooks do not work with this vLLM.
+    """
+    rules, size = hooks.rules, int(hooks.runner.model_config.get_vocab_size())
+    hooks.rules = WorkerRules(Menu([Policy(parse_rule(f"top_k:k={size}"))]), rank=rules.rank)
+    try:
+        for relaxed, untouched in hooks.try_out(size):
+            if hooks.rules.failures:
+                raise ReprieveError("the rule raised an error, see the log")
+            if relaxed != DRAFTED:
+                raise ReprieveError(f"a drafted token that the rule accepts was rejected (got {relaxed})")
+            if untouched != OWN:
+                raise ReprieveError(f"a request with the rule switched off was changed (got {untouched})")
+    except ReprieveError as error:
+        raise ReprieveError(f"Reprieve's self-test failed in worker {rules.rank}: {error}") from None
+    except Exception as error:  # another vLLM may fail in any way
+        raise ReprieveError(f"Reprieve's self-test failed in worker {rules.rank}: {error!r}") from error
+    finally:
+        hooks.rules = rules
+
+
+def require_last_states(runner: Any, menu: Menu) -> None:
+    """Refuse heads if the model returns hidden states from before its final norm: heads were trained on normed states.
+
+    Some models in vLLM (MiMo) apply the final norm in `compute_logits`. Doubling a state then leaves the logits
+    unchanged.
+
+    Raises:
+        SpecError: names the model.
+    """
+    if not {Need.NODE_HIDDEN, Need.PARENT_HIDDEN} & menu.needs:
+        return
+    model, config = runner.get_model(), runner.model_config
+    draw = torch.Generator().manual_seed(0)
+    states = torch.randn(1, config.get_hidden_size(), generator=draw).to(runner.device, config.dtype)
+    once, twice = model.compute_logits(states), model.compute_logits(2 * states)
+    if once is not None and torch.allclose(once.float(), twice.float(), rtol=0.02, atol=1e-3):
+        raise SpecError(
+            f"{type(model).__name__} hands out its hidden states before the last norm, and heads read those behind it: "
+            "serve a rule without heads"
+        )
+
+
+def certain_logits(num_rows: int, size: int, device: torch.device) -> Tensor:
+    logits = torch.zeros(num_rows, size, device=device)
+    logits[:, OWN] = 30.0  # certain, sampled or not
+    return logits

@@ -1,6 +1,6 @@
 """Entry points of the plugin at vLLM's startup and at each request, on both model runners.
 
-No kernel is replaced: see `v1.sampler` and `v2.processor`. `probing` lists the parts of vLLM that this requires.
+No kernel is replaced: see `v1` and `v2_processor`. `probing` lists the parts of vLLM that this requires.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from reprieve.errors import ReprieveError
@@ -23,7 +22,6 @@ from reprieve.policies.policy import LEVEL, PREFIX, Policy, RequestError
 from reprieve.vllm_plugin import configuration, metrics, probing, require_healthy
 from reprieve.vllm_plugin.configuration import runner_of
 from reprieve.vllm_plugin.rounds import WorkerRules, request_settings
-from reprieve.vllm_plugin.selftest import require_last_states, run_selftest
 
 logger = logging.getLogger("vllm.reprieve")
 
@@ -202,14 +200,6 @@ def _install_in_workers(engine: Any, vllm_config: Any) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _StatusRequest:
-    """Pending status request to all workers, shared by concurrent health checks."""
-
-    reply: asyncio.Future[Any]
-    sent: float = field(default_factory=time.monotonic)
-
-
 async def _require_healthy(engine: Any) -> None:
     """Fail the health check of an engine whose workers do not apply the rules.
 
@@ -222,18 +212,18 @@ async def _require_healthy(engine: Any) -> None:
 
     if (failure := getattr(engine, "reprieve_failure", None)) is not None:
         raise EngineDeadError from failure
-    request = getattr(engine, "reprieve_status_request", None)
-    if request is None or (request.reply.done() and time.monotonic() - request.sent > _FRESH_S):
-        request = _StatusRequest(asyncio.ensure_future(engine.collective_rpc("reprieve_status")))
-        engine.reprieve_status_request = request
-    await asyncio.wait({request.reply}, timeout=_PATIENCE_S)
-    waited = time.monotonic() - request.sent
-    if not request.reply.done() and waited < _STUCK_S:
+    reply, sent = getattr(engine, "reprieve_status_request", (None, 0.0))  # shared by concurrent checks
+    if reply is None or (reply.done() and time.monotonic() - sent > _FRESH_S):
+        reply, sent = asyncio.ensure_future(engine.collective_rpc("reprieve_status")), time.monotonic()
+        engine.reprieve_status_request = reply, sent
+    await asyncio.wait({reply}, timeout=_PATIENCE_S)
+    waited = time.monotonic() - sent
+    if not reply.done() and waited < _STUCK_S:
         return
     try:
-        if not request.reply.done():
+        if not reply.done():
             raise ReprieveError(f"the workers have not answered for {waited:.0f} s")
-        require_healthy(request.reply.result())
+        require_healthy(reply.result())
     except Exception as error:
         engine.reprieve_failure = error
         logger.error("unhealthy: %s", error)
@@ -261,11 +251,11 @@ def _install(worker: Any) -> dict[str, Any]:
     kind = probing.runner_kind(runner)
     probing.require_parts(probing.PARTS[kind], probing.live)
     rules = worker_rules(menu, worker)
-    runner.reprieve = importlib.import_module(f"reprieve.vllm_plugin.{kind}.runner").Hooks(rules, runner)
+    runner.reprieve = importlib.import_module(f"reprieve.vllm_plugin.{kind}").Hooks(rules, runner)
     if getattr(runner, "rejection_sampler", None) is not None:  # else not the last stage: nothing is sampled here
         runner.reprieve.install()
-        run_selftest(runner.reprieve)
-        require_last_states(runner, rules.menu)
+        probing.run_selftest(runner.reprieve)
+        probing.require_last_states(runner, rules.menu)
     return _status(worker)
 
 

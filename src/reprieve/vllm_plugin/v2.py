@@ -19,32 +19,17 @@ from torch import Tensor
 from reprieve.errors import ReprieveError
 from reprieve.needs import Need
 from reprieve.vllm_plugin import metrics
-from reprieve.vllm_plugin.counting import RoundCounter
-from reprieve.vllm_plugin.rounds import WorkerRules
-from reprieve.vllm_plugin.selftest import ASKED, DRAFTED, OWN, certain_logits
-from reprieve.vllm_plugin.v2.processor import Chunk, RuleProcessor
-from reprieve.vllm_plugin.v2.round import V2Round, uniforms_of
+from reprieve.vllm_plugin.probing import ASKED, DRAFTED, OWN, certain_logits
+from reprieve.vllm_plugin.v2_processor import Chunk, RuleProcessor, V2Round, uniforms_of
 
 # vLLM forces a token when a thinking budget is spent: its logit is 1e9 over the temperature (at most 2). The logit of
-# an accepted token is about `processor.LIFT` over the temperature (at least 0.01).
+# an accepted token is about `v2_processor.LIFT` over the temperature (at least 0.01).
 _FORCED = 5e6
 _POSITIONS = range(5, 21)  # of the self-test; 16 draws agree by chance once in 65,536 servers
 
 
-class Hooks:
-    """The hooks on one model runner; `rules` is what its status says."""
-
-    def __init__(self, rules: WorkerRules, runner: Any) -> None:
-        self.runner = runner
-        self.processor = RuleProcessor(rules, runner)
-
-    @property
-    def rules(self) -> WorkerRules:
-        return self.processor.rules
-
-    @rules.setter
-    def rules(self, rules: WorkerRules) -> None:
-        self.processor.rules = rules
+class Hooks(RuleProcessor):
+    """The processor, with the hooks on one model runner that supply its other inputs."""
 
     def install(self) -> None:
         """Add the processor to the runner's sampler, and wrap the functions that supply its other inputs.
@@ -57,13 +42,13 @@ class Hooks:
             raise ReprieveError("vLLM's V2 model runner has no execute_model_state: this vLLM does not fit the plugin")
         if getattr(runner, "pcp_manager", None) is not None:
             raise ReprieveError("rules do not support prefill context parallelism, which reorders batches: turn it off")
-        runner.sampler.logits_processors.append(self.processor)
+        runner.sampler.logits_processors.append(self)
         sample_tokens, finish = runner.sample_tokens, runner.finish_requests
 
         @functools.wraps(sample_tokens)
         def sample_round(*args: Any, **kwargs: Any) -> Any:
             state = runner.execute_model_state
-            patch_rejection(self.processor)
+            patch_rejection(self)
             if state is not None:
                 self._begin(state.hidden_states, state.input_batch)
             try:
@@ -89,7 +74,7 @@ class Hooks:
         Raises:
             ReprieveError: vLLM's accept decisions use other random numbers than `uniforms_of` returns.
         """
-        patch_rejection(self.processor)
+        patch_rejection(self)
         try:
             _require_known_draws(self, size)
             return [
@@ -98,7 +83,7 @@ class Hooks:
             ]
         finally:
             self._end()
-            self.processor.forget_slots()
+            self.forget_slots()
 
     def _begin(self, hidden_states: Tensor, input_batch: Any) -> None:
         if input_batch.num_draft_tokens == 0 or input_batch.num_reqs == 0:
@@ -106,7 +91,7 @@ class Hooks:
         needs = self.rules.menu.needs
         reads_states = {Need.NODE_HIDDEN, Need.PARENT_HIDDEN} & needs
         lengths = getattr(input_batch, "seq_lens_cpu_upper_bound", None)
-        self.processor.round = V2Round(
+        self.round = V2Round(
             request_ids=list(input_batch.req_ids),
             num_rows=np.diff(input_batch.cu_num_logits_np),
             states=hidden_states[input_batch.logits_indices] if reads_states else None,
@@ -116,7 +101,7 @@ class Hooks:
         )
 
     def _end(self) -> None:
-        self.processor.round = self.processor.chunk = None
+        self.round = self.chunk = None
 
     def _watch_chunks(self, sampler: Any) -> None:
         """Record each chunk that vLLM verifies, with its logits before the requests' penalties and masks."""
@@ -131,7 +116,7 @@ class Hooks:
             *rest: Any,
             **more: Any,
         ) -> Tensor:
-            self.processor.begin_chunk(logits, len(idx_mapping_np))
+            self.begin_chunk(logits, len(idx_mapping_np))
             output: Tensor = apply(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *rest, **more)
             return output
 
@@ -177,8 +162,8 @@ def patch_rejection(processor: RuleProcessor) -> None:
         with current[0].rules.guarded("the rule failed; its requests are served losslessly"):
             target_logits, draft_sampled = _refused(chunk, target_logits, draft_sampled)
         sampled, num_sampled = original(target_logits, draft_logits, draft_sampled, *rest, **more)
-        with current[0].rules.guarded("counting failed"):
-            _start_copy(current[0].rules.counter, chunk, num_sampled, sampled.shape[-1])
+        accepted = num_sampled.long() - 1  # the last is vLLM's own token
+        current[0].rules.count(chunk.request_ids, chunk.requests, chunk.block_sizes, chunk.decisions.lossless, accepted)
         return sampled, num_sampled
 
     rejection_sample.reprieve = current  # type: ignore[attr-defined]
@@ -194,19 +179,6 @@ def _refused(chunk: Chunk, target_logits: Tensor, draft_sampled: Tensor) -> tupl
     refused = torch.zeros_like(decisions.refuse)
     refused[1:] = decisions.refuse[:-1]  # row r judges what row r + 1 was fed
     return target_logits, draft_sampled.masked_fill(refused, -1)
-
-
-def _start_copy(counter: RoundCounter, chunk: Chunk, num_sampled: Tensor, width: int) -> None:
-    """Start copying the chunk's counts to the host, without waiting for the device."""
-    ctx = chunk.context
-    num, device = len(ctx.idx_mapping_np), num_sampled.device
-    indices = torch.zeros(int(ctx.idx_mapping_np.max()) + 1, dtype=torch.long, device=device)
-    indices[ctx.idx_mapping.long()] = torch.arange(num, device=device)
-    against = torch.zeros(num, width, dtype=torch.bool, device=device)
-    rows = indices[ctx.expanded_idx_mapping.long()]
-    against[rows, ctx.expanded_local_pos.long()] = ~chunk.decisions.lossless
-    num_accepted = num_sampled.long() - 1  # the last is vLLM's own token
-    counter.start_copy(chunk.request_ids, chunk.labels, chunk.num_drafted, num_accepted, against)
 
 
 def _require_known_draws(hooks: Hooks, size: int) -> None:
@@ -245,7 +217,7 @@ def _token(
     slots, row_slots, columns = rows([0]), rows([0, 0]), rows([0, 1])
     positions, fed = rows([position, position + 1], torch.int64), rows([OWN, DRAFTED])
     states = sampler.sampling_states
-    hooks.processor.round = V2Round(["self-test"], np.array([2]), None, None, states.seeds.gpu)
+    hooks.round = V2Round(["self-test"], np.array([2]), None, None, states.seeds.gpu)
     hosts = np.array([0])
     processed = sampler.apply_sampling_params(logits, row_slots, slots, hosts, positions, fed, columns, np.array([7]))
     sampled, _ = rejection_sampler.rejection_sample(

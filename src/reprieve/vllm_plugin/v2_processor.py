@@ -9,37 +9,104 @@ the originals. Everything stays on the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from vllm.triton_utils import tl, triton
+from vllm.v1.worker.gpu.sample.gumbel import tl_rand32
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
 
 from reprieve.needs import Need
-from reprieve.rules import LosslessRule, RiskBudget, Rule
-from reprieve.rules.batch import Batch, Decisions, TokenSettings, apply_rule
-from reprieve.transfers import device_tensor
+from reprieve.policies.menu import Choice
+from reprieve.policies.policy import STRICT
+from reprieve.rules import RiskBudget
+from reprieve.rules.batch import Batch, BatchRequest, Decisions
 from reprieve.types import Context, gather_token
 from reprieve.vllm_plugin.rounds import RequestRules, WorkerRules, request_settings
-from reprieve.vllm_plugin.v2.round import V2Round
 
+NOISE_KEY = 0x5DEECE66D  # sets a request's noise apart from the draws of vLLM's own samplers
 # How far an accepted token is lifted above the best: enough at temperatures up to 2 (vLLM's), finite at any above 0.
 LIFT = 1e4
-_WARM_UP = ("_warmup_", "_v2_mixed_warmup")  # ids of vLLM's own requests at start, whose rounds do not count
+
+
+@dataclass
+class V2Round:
+    """One batch that is being verified; vLLM may cut it into chunks of whole requests."""
+
+    request_ids: list[str]
+    num_rows: np.ndarray  # [B], logits rows of each request
+    states: Tensor | None  # [rows, D], the target's hidden states
+    draft_logits: Tensor | None  # [slots, K, V], before temperature
+    seeds: Tensor  # [slots]
+    longest: int | None = None  # upper bound of the texts' lengths in tokens
+    raw_logits: Tensor | None = field(default=None, init=False)  # [N, V] of the chunk, before any processor
+    requests: slice = field(default_factory=lambda: slice(0, 0), init=False)  # of the chunk
+    rows: slice = field(default_factory=lambda: slice(0, 0), init=False)  # of the chunk
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.request_ids)
+
+    def begin_chunk(self, raw_logits: Tensor, num_requests: int) -> None:
+        """Advance to vLLM's next chunk of requests, whether or not any of them uses a rule."""
+        self.raw_logits = raw_logits
+        self.requests = slice(self.requests.stop, self.requests.stop + num_requests)
+        self.rows = slice(self.rows.stop, self.rows.stop + len(raw_logits))
+
+    def hidden(self, *, ahead: int = 0) -> Tensor:
+        """Return the hidden states `ahead` rows after each of the chunk's rows, [N, D]; past the end, the last one."""
+        assert self.states is not None
+        rows = torch.arange(self.rows.start + ahead, self.rows.stop + ahead, device=self.states.device)
+        return self.states[rows.clamp_max(len(self.states) - 1)]
+
+    def draft_scores(self, ctx: LogitsContext) -> Tensor | None:
+        """The logits that each row's drafted token was drawn from, [N, V]; None where the drafter keeps none."""
+        if self.draft_logits is None:
+            return None
+        steps = ctx.expanded_local_pos.long().clamp_max(self.draft_logits.shape[1] - 1)
+        return self.draft_logits[ctx.expanded_idx_mapping.long(), steps].float()
+
+    def uniforms(self, ctx: LogitsContext) -> Tensor:
+        """The draws that vLLM's rejection sampler will use, [N]."""
+        return uniforms_of(self.seeds, ctx.expanded_idx_mapping, ctx.pos)
+
+    def noise(self, ctx: LogitsContext) -> Tensor:
+        """Return the draws for randomized rules, [N]; they depend on seed and position, not on other requests."""
+        return uniforms_of(self.seeds ^ NOISE_KEY, ctx.expanded_idx_mapping, ctx.pos)
+
+
+@triton.jit
+def _uniforms_kernel(uniforms, seeds, slots, positions):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    seed = tl.load(seeds + tl.load(slots + row).to(tl.int64))
+    tl.store(uniforms + row, tl_rand32(seed, tl.load(positions + row), includes_zero=False))
+
+
+def uniforms_of(seeds: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    """Return the draw that accepts or rejects at each row, [N] in (0, 1): vLLM's sampler draws the same later.
+
+    Args:
+        seeds: [slots], one for each request.
+        slots: [N], the request slot of each row.
+        positions: [N], the position of each row in its text.
+    """
+    drawn = torch.empty(len(positions), dtype=torch.float32, device=positions.device)
+    kernel: Any = _uniforms_kernel
+    kernel[(len(positions),)](drawn, seeds, slots, positions, num_warps=1)
+    return drawn
 
 
 @dataclass
 class Chunk:
-    """The N rows of logits that vLLM verifies together, bonus rows included, and the decisions on them."""
+    """The decisions on the rows of logits that vLLM verifies together, bonus rows included."""
 
-    context: LogitsContext
-    draft_token_ids: Tensor  # [N], the drafted token that each row judges; -1 for none
     decisions: Decisions
     request_ids: list[str]
-    num_drafted: list[int]  # by request
-    labels: list[str]  # of the counters, by request
+    requests: list[BatchRequest]
+    block_sizes: list[int]  # rows by request: the bonus row is padding
 
 
 class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not installed where types are checked
@@ -56,7 +123,6 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
         self.round: V2Round | None = None  # set while a batch with drafts is sampled
         self.chunk: Chunk | None = None  # what was decided last
         self._slots: dict[int, RequestRules] = {}
-        self._tables: dict[tuple[str, float | None], TokenSettings] = {}
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         """Register a request in its slot; return whether a rule may change its logits."""
@@ -65,7 +131,6 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
             request_id = f"slot {req_idx}"
             self.rules.forget([request_id])
         self._slots[req_idx] = known = self.rules.admit(request_id, lambda: request_settings(sampling_params))
-        self._tables.clear()
         return not known.strict
 
     @property
@@ -79,7 +144,6 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
     def forget_slots(self) -> None:
         """Drop the state of all slots."""
         self._slots.clear()
-        self._tables.clear()
 
     def begin_chunk(self, raw_logits: Tensor, num_requests: int) -> None:
         """Start vLLM's next chunk of requests; `apply` follows only if one of them needs its logits processed."""
@@ -89,92 +153,33 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
 
     def apply(self, logits: Tensor, ctx: LogitsContext) -> Tensor:
         """Lift the drafted tokens that a rule accepts."""
-        if self.round is None:
+        if (current := self.round) is None:
             return logits
         with self.rules.guarded("the rule failed; its requests are served losslessly"):
-            self.chunk = self._decide(logits, ctx, self.round)
-            if self.chunk is not None:
-                _lift(logits, self.chunk.draft_token_ids, self.chunk.decisions.accept)
+            sizes = [int(count) for count in current.num_rows[current.requests]]
+            requests = [
+                self.rules.in_force(
+                    self._slots.get(slot) or RequestRules(Choice("", STRICT), RiskBudget()),
+                    size - 1,
+                    current.num_requests,
+                    greedy=self._greedy(slot),
+                )
+                for slot, size in zip(ctx.idx_mapping_np.tolist(), sizes, strict=True)
+            ]
+            token_ids = judged_ids(ctx)
+            decisions = self.rules.decide(requests, lambda: self._batch(logits, ctx, token_ids, requests, current))
+            if decisions is not None:
+                self.chunk = Chunk(decisions, current.request_ids[current.requests], requests, sizes)
+                _lift(logits, token_ids, decisions.accept)
         return logits
 
-    def _decide(self, logits: Tensor, ctx: LogitsContext, current: V2Round) -> Chunk | None:
-        slots = [int(slot) for slot in ctx.idx_mapping_np]
-        in_force = [self._in_force(slot) for slot in slots]
-        if all(rule is None for rule in in_force):
-            return None
-        draft_token_ids = judged_ids(ctx)
-        batch = self._batch(logits, ctx, draft_token_ids, slots, current)
-        decisions = Decisions.none(batch)
-        names: list[str] = []
-        budgets: list[RiskBudget] = []
-        for slot, rule in zip(slots, in_force, strict=True):
-            if rule is None:
-                names.append("")
-                budgets.append(RiskBudget())
-            else:
-                names.append(self._slots[slot].choice.name)
-                budgets.append(self._slots[slot].budget)
-                budgets[-1].follow(rule)
-        rules = {name: rule for name, rule in zip(names, in_force, strict=True) if rule is not None}
-        for name, rule in rules.items():
-            mine = [slot for slot, other in zip(slots, names, strict=True) if other == name]
-            apply_rule(rule, self._token_settings(name, mine, ctx), budgets, batch, decisions)
-        request_ids = current.request_ids[current.requests]
-        labels = [
-            "" if rule is None or request_id.startswith(_WARM_UP) else self.rules.counter.mark(request_id, name, rule)
-            for request_id, name, rule in zip(request_ids, names, in_force, strict=True)
-        ]
-        num_drafted = [int(count) - 1 for count in current.num_rows[current.requests]]
-        return Chunk(ctx, draft_token_ids, decisions, request_ids, num_drafted, labels)
-
-    def _in_force(self, slot: int) -> Rule | None:
-        """The rule of the request in a slot, in this round; None for the lossless check."""
-        known = self._slots.get(slot)
-        if known is None or known.strict:
-            return None
-        assert self.round is not None
-        rule = self.rules.rule_of(known.choice, self.round.num_requests)
-        return None if isinstance(rule, LosslessRule) else rule
-
-    def _token_settings(self, name: str, slots: Sequence[int], ctx: LogitsContext) -> TokenSettings:
-        """Return a rule's settings for each row, from a table by slot, rebuilt only when requests or load change."""
-        assert self.round is not None
-        policy = self.rules.menu.policies[name]
-        at_load = policy.at_load(self.round.num_requests).dial_value if policy.by_load else None
-        table = self._tables.get((name, at_load))
-        if table is None:
-            self._tables = {key: kept for key, kept in self._tables.items() if key[0] != name}
-            table = self._tables[name, at_load] = self._table(name, ctx.expanded_idx_mapping.device)
-        rows = ctx.expanded_idx_mapping.long()
-        return TokenSettings(
-            thresholds=table.thresholds[rows],
-            selected=table.selected[rows],
-            greedy=table.greedy[rows],
-            greedy_modes=tuple({self._greedy(slot) for slot in slots}),
-        )
-
-    def _table(self, name: str, device: torch.device) -> TokenSettings:
-        size = max(self._slots) + 1
-        thresholds, selected, greedy = [-math.inf] * size, [False] * size, [True] * size
-        for slot, known in self._slots.items():
-            rule = self._in_force(slot)
-            if rule is not None and known.choice.name == name:
-                thresholds[slot], selected[slot] = rule.threshold, True
-            greedy[slot] = self._greedy(slot)
-        return TokenSettings(
-            device_tensor(thresholds, torch.float64, device),
-            device_tensor(selected, torch.bool, device),
-            device_tensor(greedy, torch.bool, device),
-            (),
-        )
-
     def _batch(
-        self, logits: Tensor, ctx: LogitsContext, draft_token_ids: Tensor, slots: Sequence[int], current: V2Round
+        self, logits: Tensor, ctx: LogitsContext, judged: Tensor, requests: list[BatchRequest], current: V2Round
     ) -> Batch:
         """Return the chunk's tensors that the rules need; vLLM's row r verifies the token fed at row r + 1."""
         needs = self.rules.menu.needs
-        token_ids = draft_token_ids.clamp_min(0)
-        sampling = not all(self._greedy(slot) for slot in slots)
+        token_ids = judged.clamp_min(0)
+        sampling = not all(request.greedy for request in requests)
         given: dict[str, Any] = {}
         scores = logits
         if sampling:
@@ -187,9 +192,9 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
         if Need.PARENT_HIDDEN in needs:
             given["parent_hidden"] = {-1: current.hidden()}
         if Need.CONTEXT in needs:
-            states, requests = self.runner.req_states, ctx.idx_mapping.long()
-            token_ids_of_texts = states.all_token_ids.gpu[requests, : current.longest]
-            given["context"] = Context(token_ids_of_texts, states.total_len.gpu[requests].long())
+            states, slots = self.runner.req_states, ctx.idx_mapping.long()
+            token_ids_of_texts = states.all_token_ids.gpu[slots, : current.longest]
+            given["context"] = Context(token_ids_of_texts, states.total_len.gpu[slots].long())
         if Need.ANSWER_POSITIONS in needs:
             prompts = self.runner.req_states.prompt_len.gpu[ctx.expanded_idx_mapping.long()]
             given["answer_positions"] = ctx.pos.long() + 1 - prompts
@@ -198,7 +203,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
             given |= {"token_embeddings": embed(token_ids), "top_embeddings": embed(logits.argmax(-1))}
         raw = current.raw_logits if self.rules.menu.reads_raw_logits else None
         return Batch(
-            token_ids=draft_token_ids,
+            token_ids=judged,
             block_sizes=[int(count) for count in current.num_rows[current.requests]],  # a bonus row is padding
             scores=scores,
             logits=scores if raw is None else raw.float(),

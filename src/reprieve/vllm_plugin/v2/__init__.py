@@ -1,1 +1,0 @@
-"""vLLM's V2 model runner, the default where Triton is installed."""
