@@ -29,7 +29,7 @@ from reprieve.rules.lts import LtsRule
 from reprieve.settings import PairSettings, ProblemSettings, SamplingParams, SamplingSettings
 from reprieve.stats import wilson_interval
 from reprieve.tasks import Task, TaskProblem
-from reprieve.tasks.prompting import prompt_of
+from reprieve.tasks.prompting import prompt_ids_of
 from reprieve.training.lts import SwapMeter, Swaps, bounds_of
 from reprieve.types import Provenance
 
@@ -106,7 +106,7 @@ def audit(
     parts, swapped, rescued = [], [], []
     num_correct = 0
     for number, problem in enumerate(problems):
-        generation = decoder.generate(prompt_of(problem), params.for_problem(number))
+        generation = decoder.generate(prompt_ids_of(problem, decoder.tokenizer), params.for_problem(number))
         num_correct += task.equivalent(task.extract_answer(generation.text), problem.reference)
         positions = [
             position for position, token in enumerate(generation.tokens) if token.provenance is not Provenance.TARGET

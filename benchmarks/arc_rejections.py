@@ -34,7 +34,7 @@ from reprieve.mining.target import LocalTarget, ResponseFormat
 from reprieve.models.cached_model import eos_token_ids
 from reprieve.settings import PairSettings, ProblemSettings, SamplingSettings
 from reprieve.tasks import Task, TaskProblem
-from reprieve.tasks.prompting import prompt_of
+from reprieve.tasks.prompting import prompt_ids_of
 from reprieve.types import ROOT, Generation
 from tables import share_text
 
@@ -274,7 +274,7 @@ def examine(
     found: dict[str, list[list[list[bool]]]] = {measure.name: [] for measure in measures}
     num_correct = 0
     for number, problem in enumerate(problems):
-        generation = decoder.generate(prompt_of(problem), params.for_problem(number), trace=True)
+        generation = decoder.generate(prompt_ids_of(problem, decoder.tokenizer), params.for_problem(number), trace=True)
         if task.graded:
             num_correct += task.equivalent(task.extract_answer(generation.text), problem.reference)
         texts = asyncio.run(_continued(LocalTarget(greedy), responses, generation))

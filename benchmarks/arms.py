@@ -17,8 +17,8 @@ import numpy as np
 from reprieve.backends.local import LocalEngine
 from reprieve.bench.arms import LOSSLESS, Arm, make_arm
 from reprieve.bench.engine import RunConfig
-from reprieve.bench.environment import Environment
 from reprieve.bench.records import read_answers, read_run
+from reprieve.bench.results import Environment
 from reprieve.bench.run import Run
 from reprieve.bench.settings import RunSettings
 from reprieve.bench.summary import Rows, common_rows

@@ -20,7 +20,7 @@ import torch
 
 import reprieve
 from arms import part, run, whole, write_parts
-from reprieve.backends.batched import BatchedEngine, DecoderGroup, group_of
+from reprieve.backends.local import BatchedEngine, DecoderGroup, group_of
 from reprieve.backends.settings import BatchedSettings
 from reprieve.bench.arms import Arm, make_arms
 from reprieve.bench.summary import lossless_for
@@ -210,7 +210,7 @@ def main() -> None:
     prompt = PromptSettings(options.chat_template, options.system_prompt, max_new_tokens=options.max_new_tokens)
     task = with_prompts(load_task(options.task), pair.tokenizer, prompt)
     arms = make_arms(options.arm, [options.num_draft_tokens], target=pair.target_name)
-    engine = BatchedEngine(pair, BatchedSettings())
+    engine = BatchedEngine(pair, BatchedSettings().parallel)
     arms = [checked(arm, engine, options) for arm in arms if arm.label != DRAFT_ONLY]
     device = torch.cuda.get_device_name(pair.device) if pair.device.type == "cuda" else "this machine's CPU"
     parts = {}

@@ -32,7 +32,7 @@ from reprieve.models.cached_model import eos_token_ids
 from reprieve.rules import Rule, parse_rule
 from reprieve.settings import MAX_DRAFT_TOKENS, PairSettings, ProblemSettings, SamplingSettings
 from reprieve.tasks import Task, TaskProblem
-from reprieve.tasks.prompting import prompt_of
+from reprieve.tasks.prompting import prompt_ids_of
 from reprieve.types import Generation, RoundTrace
 from tables import share_text
 
@@ -156,7 +156,7 @@ class _Branches:
         self.responses = responses
         self.problem = problem
         self.params = params
-        self.made = decoder.generate(prompt_of(problem), params, trace=True)
+        self.made = decoder.generate(prompt_ids_of(problem, decoder.tokenizer), params, trace=True)
         self.correct = self._is_correct(self.made.token_ids)
 
     def choices(self) -> BranchChoices:

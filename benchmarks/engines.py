@@ -24,7 +24,6 @@ import numpy as np
 import torch
 
 from arms import bundled, over, part, run, whole, write_parts
-from reprieve.backends.factory import make_engine
 from reprieve.backends.served import ServedEngine
 from reprieve.backends.settings import EngineSettings
 from reprieve.backends.throughput import measure_throughput
@@ -33,6 +32,7 @@ from reprieve.bench.engine import Engine, RunConfig
 from reprieve.bench.records import ProblemRecord
 from reprieve.bench.run import Run
 from reprieve.bench.settings import RunSettings, SpeedSettings
+from reprieve.cli.screen import make_engine
 from reprieve.mining.building import build
 from reprieve.mining.runner import mine_problems
 from reprieve.mining.settings import AutoJudgeMining, MiningSettings, PivotMining

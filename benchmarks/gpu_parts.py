@@ -25,7 +25,7 @@ def machine_facts(options: argparse.Namespace) -> dict[str, Any]:
     """Return versions, devices, and whether this vLLM has the parts that the plugin wraps."""
     import torch
 
-    from reprieve.bench.environment import Environment
+    from reprieve.bench.results import Environment
     from reprieve.vllm_plugin import configuration, probing
 
     fits = {}

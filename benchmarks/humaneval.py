@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from reprieve.bench.environment import Environment
+from reprieve.bench.results import Environment
 from reprieve.files import replace_file
 from reprieve.tasks import load_task
 from reprieve.tasks.table import read_jsonl

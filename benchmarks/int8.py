@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from arms import part, run, whole, write_parts
-from reprieve.bench.environment import Machine
+from reprieve.bench.results import Machine
 from reprieve.engine import Pair, load_pair
 from reprieve.models.cached_model import CachedModel
 

@@ -21,7 +21,7 @@ import reprieve
 from arms import run, whole
 from pair_families import of_each_family, worded
 from pair_report import Writer
-from reprieve.bench.environment import Environment
+from reprieve.bench.results import Environment
 from reprieve.engine import Pair
 from reprieve.files import replace_file
 from reprieve.rules.fuzzy import fuzzy_divergence

@@ -18,7 +18,7 @@ import torch
 import reprieve
 from arms import run, whole
 from pair_report import Writer
-from reprieve.bench.environment import Environment
+from reprieve.bench.results import Environment
 from reprieve.files import replace_file
 from reprieve.tasks import TaskProblem, load_task
 from reprieve.tasks.families import FAMILIES

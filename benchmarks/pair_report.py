@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # for `recipes`
 import reprieve
 from arms import run, whole
 from recipes.pair.wordings import SENTENCES
-from reprieve.bench.environment import Environment
+from reprieve.bench.results import Environment
 from reprieve.bundles import bundle_of
 from reprieve.concurrency import gather_all
 from reprieve.engine import Pair

@@ -16,9 +16,10 @@ import numpy as np
 from arms import paired_rows, part, run, write_parts
 from reprieve.bench.arms import LOSSLESS
 from reprieve.bench.records import ProblemRecord
+from reprieve.bench.settings import Promise
 from reprieve.bench.summary import column
-from reprieve.certify.fixed_sequence import Lengths, losses_of, paired_test, pvalue
-from reprieve.certify.settings import Promise
+from reprieve.certify.bounds import betting_pvalue
+from reprieve.certify.fixed_sequence import Lengths, paired_test
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.errors import SpecError
 
@@ -47,7 +48,7 @@ def rows_of(folder: Path, promise: Promise) -> list[list[object]]:
         relaxed = column(rows[label], lambda record: record.correct)
         test = paired_test(promise, solved, relaxed, lengths)
         growth, unfinished = test.risks
-        needed = num_needed(promise, losses_of(promise, solved, relaxed))
+        needed = num_needed(promise, (solved - relaxed).mean(1))
         table.append(
             [
                 folder.name,
@@ -78,7 +79,8 @@ def num_needed(promise: Promise, losses: np.ndarray) -> int | None:
     """Return the number of such problems that prove the promised loss; None if MAX_REPEATS times as many do not."""
     repeats = 1
     while repeats <= MAX_REPEATS and losses.mean() < promise.max_drop:
-        if pvalue(promise, np.tile(losses, repeats), promise.max_drop) <= 1 - promise.confidence:
+        repeated = np.tile(losses, repeats)
+        if betting_pvalue(repeated, promise.max_drop, confidence=promise.confidence) <= 1 - promise.confidence:
             return repeats * len(losses)
         repeats += 1
     return None

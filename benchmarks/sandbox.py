@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from reprieve.bench.environment import Environment
+from reprieve.bench.results import Environment
 from reprieve.files import replace_file
 from reprieve.stats import bootstrap_interval
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from arms import run, whole, write_parts
 from batch_speed import Turn, add_pair_flags, table
-from reprieve.backends.factory import make_engine
 from reprieve.backends.served import ServedEngine
 from reprieve.backends.servers import facts_of
 from reprieve.backends.settings import EngineSettings
 from reprieve.bench.arms import LOSSLESS, Arm, make_arm
 from reprieve.bench.engine import RunConfig
 from reprieve.bench.settings import RunSettings
+from reprieve.cli.screen import make_engine
 from reprieve.engine import TARGET_ONLY
 from reprieve.errors import EngineError, SpecError
 from reprieve.settings import PairSettings, PromptSettings

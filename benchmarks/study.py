@@ -10,13 +10,11 @@ from pathlib import Path
 
 from reprieve.backends.settings import EngineSettings
 from reprieve.bench.results import Results, best_ks
-from reprieve.bench.settings import RunSettings
-from reprieve.certify.settings import CertifySettings, Promise
-from reprieve.cli.bench import Bench
+from reprieve.bench.settings import CertifySettings, Promise, RunSettings
+from reprieve.cli.bench import Bench, Report
 from reprieve.cli.certify import Certify
 from reprieve.cli.command import Command, Pipeline
 from reprieve.cli.main import run_command
-from reprieve.cli.report import Report
 from reprieve.heads.loading import attach_heads
 from reprieve.rules import parse_rule
 from reprieve.settings import AUTO, BUNDLED_TASK, NumDraftTokens, PairSettings, PromptSettings
@@ -160,9 +158,9 @@ def usual_rules(heads: Collection[str], *, served: bool = False) -> dict[str, tu
         heads: kinds of heads that need no path, such as those of a bundled pair.
         served: leave out the rules that a server cannot run.
     """
-    from reprieve.needs import Need
     from reprieve.rules import RULES
     from reprieve.rules.learned import HeadRule
+    from reprieve.types import Need
 
     kinds = [kind for kind in map(RULES.get, STUDIED) if not issubclass(kind, HeadRule) or kind.head_kind in heads]
     if served:

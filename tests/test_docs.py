@@ -14,11 +14,10 @@ import pytest
 
 from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
-from reprieve.bench.environment import Environment
 from reprieve.bench.records import ProblemRecord
-from reprieve.bench.results import Allocation, ArmResults, Results, ThroughputResults
+from reprieve.bench.results import Allocation, ArmResults, Environment, Results, ThroughputResults
+from reprieve.bench.settings import CertifySettings
 from reprieve.certify.procedure import Plan
-from reprieve.certify.settings import CertifySettings
 from reprieve.cli.flags import parse, parser_of
 from reprieve.cli.main import COMMANDS, command_of
 from reprieve.drafters import DRAFTERS

@@ -24,12 +24,11 @@ from reprieve.errors import ReprieveError, SpecError, require_whole
 from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.settings import ArbiterShape
 from reprieve.models.arbiter import ArbiterAdvisor, ArbiterModel, ArbitrationRound
-from reprieve.needs import Need
 from reprieve.rules import Rule, Traits
 from reprieve.rules.arbiter import ArbiterRule
 from reprieve.tasks import Task, TaskProblem, load_task
-from reprieve.tasks.prompting import prompt_of, with_prompts
-from reprieve.types import Evidence, Generation
+from reprieve.tasks.prompting import prompt_ids_of, with_prompts
+from reprieve.types import Evidence, Generation, Need
 
 _CHUNK = 4
 
@@ -146,7 +145,8 @@ class RolloutMaker:
         )
         if job.threshold not in self._decoders:
             self._decoders[job.threshold] = self._decoder(job.threshold)
-        generation = self._decoders[job.threshold].generate(prompt_of(problem), params, trace=sampled)
+        prompt_ids = prompt_ids_of(problem, self.pair.tokenizer)
+        generation = self._decoders[job.threshold].generate(prompt_ids, params, trace=sampled)
         correct = self.task.equivalent(self.task.extract_answer(generation.text), problem.reference)
         return (
             rollout_of(generation, correct=correct)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from reprieve.errors import SpecError
@@ -22,7 +23,7 @@ class Bundle:
         key: name of its folder, and prefix of its heads' names.
         task: task it was trained for; plain questions are wrapped in its format.
         folder: folder with its models, heads and `bundle.json`.
-        heads: folders of its heads.
+        heads: names of its heads, by folder.
         menu: rules that `serve` offers for it; the first is the default for requests that choose none.
     """
 
@@ -30,21 +31,12 @@ class Bundle:
     key: str
     task: str
     folder: Path
-    heads: tuple[str, ...] = ()
+    heads: Mapping[str, str] = field(default_factory=dict)
     menu: tuple[str, ...] = ()
 
     def role_folder(self, role: str) -> Path:
         """Return the folder of its `target` or `draft`, in transformers' format."""
         return self.folder / role
-
-    def head(self, folder: str) -> str:
-        """The name of one of its heads."""
-        return f"reprieve/{self.key}-{folder}"
-
-    @property
-    def head_names(self) -> dict[str, str]:
-        """Names of its heads, by folder."""
-        return {folder: self.head(folder) for folder in self.heads}
 
 
 def _bundles() -> dict[str, Bundle]:
@@ -53,16 +45,16 @@ def _bundles() -> dict[str, Bundle]:
     bundles = {}
     for path in (path for root in roots for path in sorted(root.glob("*/bundle.json"))):
         found = json.loads(path.read_text(encoding="utf-8"))
-        heads, menu = tuple(found["heads"]), tuple(found["menu"])
         name, folder = found["name"], path.parent
-        bundles[name] = Bundle(name, folder.name, found["task"], folder, heads, menu)
+        heads = {head: f"reprieve/{folder.name}-{head}" for head in found["heads"]}
+        bundles[name] = Bundle(name, folder.name, found["task"], folder, heads, tuple(found["menu"]))
     return bundles
 
 
 BUNDLES = _bundles()
 BY_KEY = {bundle.key: bundle for bundle in BUNDLES.values()}
 DEFAULT = BUNDLES["reprieve/miniature"]
-BUNDLED_HEADS = {name: bundle.folder / head for bundle in BUNDLES.values() for head, name in bundle.head_names.items()}
+BUNDLED_HEADS = {name: bundle.folder / head for bundle in BUNDLES.values() for head, name in bundle.heads.items()}
 
 
 def source_of(name: str | Path, role: str) -> str | Path:

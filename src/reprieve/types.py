@@ -377,3 +377,17 @@ class Generation(DecodingStats):
     @property
     def token_ids(self) -> list[int]:
         return [token.token_id for token in self.tokens]
+
+
+class Need(StrEnum):
+    """Fields of `Evidence` that are expensive; the engine fills in only those that a rule declares."""
+
+    DRAFT_PROBS = "draft_probs"
+    DRAFT_HIDDEN = "draft_hidden"
+    NODE_HIDDEN = "node_hidden"
+    PARENT_HIDDEN = "parent_hidden"
+    EMBEDDINGS = "embeddings"  # `token_embeddings` and `top_embeddings`
+    NOISE = "noise"
+    ADVICE = "advice"
+    CONTEXT = "context"
+    ANSWER_POSITIONS = "answer_positions"

@@ -5,9 +5,8 @@ import json
 
 import pytest
 
-from reprieve.backends.batched import BatchedEngine
-from reprieve.backends.local import LocalEngine
-from reprieve.backends.settings import BatchedSettings, EngineSettings
+from reprieve.backends.local import BatchedEngine, LocalEngine
+from reprieve.backends.settings import EngineSettings
 from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
 from reprieve.bench.run import Run
@@ -42,7 +41,7 @@ def arms_of(*specs):
 
 
 def engine_of(pair, parallel=6):
-    return BatchedEngine(pair, BatchedSettings(parallel))
+    return BatchedEngine(pair, parallel)
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from reprieve.backends.factory import make_engine
 from reprieve.backends.local import LocalEngine
 from reprieve.backends.settings import EngineSettings
 from reprieve.backends.throughput import FILE, measure_throughput
@@ -17,6 +16,7 @@ from reprieve.bench.run import Run
 from reprieve.bench.settings import RunSettings, SpeedSettings
 from reprieve.bench.summary import summarise
 from reprieve.cli.main import main
+from reprieve.cli.screen import make_engine
 from reprieve.errors import EngineError, SpecError
 from reprieve.settings import PairSettings, SamplingSettings
 from reprieve.tasks import load_task

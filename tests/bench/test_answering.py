@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from reprieve.backends.local import LocalEngine
-from reprieve.bench.answering import spans_of
 from reprieve.bench.arms import make_arms
-from reprieve.bench.engine import RunConfig
+from reprieve.bench.engine import RunConfig, spans_of
 from reprieve.bench.summary import summarise
 from reprieve.engine.text import text_pieces
 from reprieve.errors import SpecError

@@ -7,7 +7,7 @@ import pytest
 
 from provable import num_needed, rows_of
 from reprieve.bench.arms import make_arms
-from reprieve.certify.settings import Promise
+from reprieve.bench.settings import Promise
 from reprieve.errors import SpecError
 from reprieve.settings import PromptSettings
 from tests.bench.toys import run

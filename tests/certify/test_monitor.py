@@ -10,9 +10,9 @@ import pytest
 from reprieve.backends.local import LocalEngine
 from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
+from reprieve.bench.settings import MonitorSettings
 from reprieve.bench.summary import summarise
 from reprieve.certify.monitor import drop_of, watch
-from reprieve.certify.settings import MonitorSettings
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.tasks import TaskProblem
 from tests.bench.toys import run, settings

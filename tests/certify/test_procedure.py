@@ -9,15 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from reprieve.backends.batched import BatchedEngine
-from reprieve.backends.local import LocalEngine
-from reprieve.backends.settings import BatchedSettings
+from reprieve.backends.local import BatchedEngine, LocalEngine
 from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
 from reprieve.bench.records import claim_run
 from reprieve.bench.run import Run
+from reprieve.bench.settings import CertifySettings, Promise
 from reprieve.certify.procedure import Plan, _require_first_walk, certify
-from reprieve.certify.settings import CertifySettings, Promise
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.heads.certificates import Certificate
 from reprieve.settings import SamplingSettings
@@ -59,7 +57,7 @@ def test_a_certificate_states_its_promise_and_can_be_used_as_an_arm(pair, tmp_pa
 
 
 def test_the_statement_names_an_engine_that_has_neither_version_nor_runner(pair, tmp_path):
-    engine = BatchedEngine(pair, BatchedSettings(parallel=4))
+    engine = BatchedEngine(pair, 4)
     made = certify(plan(), engine, ToyTask(), tmp_path, command="reprieve certify").certificate
     assert " at K = 4 on batched, where lossless solves" in made.statement
     assert "Noise floor: two lossless runs gave the same answer to 100.0% of 12 problems" in made.statement

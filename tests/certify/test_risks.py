@@ -3,8 +3,16 @@
 import numpy as np
 import pytest
 
-from reprieve.certify.fixed_sequence import Lengths, growth_pvalue, length_risks, num_needed, paired_test, walk
-from reprieve.certify.settings import Promise
+from reprieve.bench.settings import Promise
+from reprieve.certify.fixed_sequence import (
+    Lengths,
+    ThresholdStep,
+    growth_pvalue,
+    length_risks,
+    num_needed,
+    paired_test,
+    walk,
+)
 from reprieve.errors import SpecError
 
 BUDGET = 512
@@ -64,9 +72,11 @@ def test_the_walk_ends_at_the_first_threshold_with_an_unproved_risk():
     rng = np.random.default_rng(2)
     grows = {1.0: 0.0, 2.0: 0.02, 3.0: 0.5, 4.0: 0.0}
     solved = np.ones(800)
-    steps = walk(
-        list(grows), PROMISE, lambda at: (solved, solved, 5.0, lengths_of(rng, 800, growth=grows[at])),
-    )  # fmt: skip
+
+    def measure(at):
+        return ThresholdStep(at, paired_test(PROMISE, solved, solved, lengths_of(rng, 800, growth=grows[at])))
+
+    steps = walk(list(grows), measure)
     assert [step.threshold for step in steps] == [1.0, 2.0, 3.0]
     assert [step.evidence.passed for step in steps] == [True, True, False]
 

@@ -11,10 +11,9 @@ from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.errors import ContextOverflowError, PairError, SpecError, UnsupportedModelError
 from reprieve.models.cached_model import CachedModel
 from reprieve.models.loading import require_same_tokenizer
-from reprieve.needs import Need
 from reprieve.rules import parse_rule
 from reprieve.rules.base import Rule, Traits
-from reprieve.types import Block, Prefill, Provenance
+from reprieve.types import Block, Need, Prefill, Provenance
 from tests.kit.tiny import NumberTokenizer, ScriptedDrafter, perturbed, tiny_model
 
 CPU = torch.device("cpu")

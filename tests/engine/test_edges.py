@@ -15,10 +15,9 @@ from reprieve.errors import SpecError
 from reprieve.heads.settings import ArbiterShape
 from reprieve.models.arbiter import ArbiterAdvisor, ArbiterModel
 from reprieve.models.cached_model import CachedModel
-from reprieve.needs import Need
 from reprieve.rules import RULES, RiskBudget, accept, accepts, parse_rule
 from reprieve.rules.lossless import SampledCheck
-from reprieve.types import ROOT, Block, Evidence, Provenance
+from reprieve.types import ROOT, Block, Evidence, Need, Provenance
 from tests.kit.tiny import NumberTokenizer, ScriptedDrafter, checked_by, perturbed, random_head, tiny_model, with_heads
 
 CPU = torch.device("cpu")

@@ -3,8 +3,7 @@
 from typing import get_args, get_type_hints
 
 from reprieve.bench.engine import RunConfig
-from reprieve.bench.environment import Environment
-from reprieve.bench.results import ArmResults, Bounds, Results, ThroughputResults
+from reprieve.bench.results import ArmResults, Bounds, Environment, Results, ThroughputResults
 
 
 def arm_results(spec: str, **changes) -> ArmResults:

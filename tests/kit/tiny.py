@@ -26,10 +26,9 @@ from reprieve.heads.settings import ArbiterShape, FeatureRecipe
 from reprieve.identity import PairIdentity
 from reprieve.models.eagle3 import EagleConfig, EagleHead
 from reprieve.models.sampling import Sampler
-from reprieve.needs import Need
 from reprieve.rules import Checked, Rule
 from reprieve.rules.learned import HeadRule
-from reprieve.types import Block, Outcome, Prefill, Verification
+from reprieve.types import Block, Need, Outcome, Prefill, Verification
 
 VOCAB_SIZE = 48
 STATE_ARBITER = FeatureRecipe(states="both", entropy=True, probability=True, draft_scalars=True)

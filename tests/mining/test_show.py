@@ -8,8 +8,8 @@ import json
 import pytest
 
 from reprieve.errors import ReprieveError
-from reprieve.mining.annotations import read_annotations
 from reprieve.mining.show import shares_by_class, summarise_labels, terminal_text, token_class
+from reprieve.mining.store import read_annotations
 from tests.kit.mining import WordTokenizer
 from tests.mining.toys import labels
 

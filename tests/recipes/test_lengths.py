@@ -12,6 +12,6 @@ def test_the_recipe_makes_the_bundled_heads(tmp_path):
     for rule, dials in DIALS.items():
         one = command(rule, tmp_path, limit=2)
         require_thresholds(parse_rule(rule), one.settings)
-        head = LengthHead.from_pretrained(DEFAULT.head(f"length-{rule}"))
+        head = LengthHead.from_pretrained(DEFAULT.heads[f"length-{rule}"])
         assert (head.rule, head.most) == (rule, one.settings.num_draft_tokens)
         assert (head.lowest, head.highest) == (min(dials, default=0), max(dials, default=0))

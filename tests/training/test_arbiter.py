@@ -14,11 +14,11 @@ from reprieve.errors import PairError, ReprieveError, SpecError
 from reprieve.heads.arbiter import Arbiter
 from reprieve.heads.settings import ArbiterShape
 from reprieve.models.arbiter import ArbiterModel, ArbitrationRound
-from reprieve.needs import Need
 from reprieve.rules.arbiter import ArbiterRule
 from reprieve.settings import PairSettings
 from reprieve.tasks import load_task
 from reprieve.training.arbiter_warm_up import ArbiterTraining, RoundReader, Traces, require_traces, warm_up
+from reprieve.types import Need
 from tests.kit.pairs import SMALL
 from tests.kit.parity import CLIMB, ParityTask, climb, mine
 from tests.kit.tiny import NumberTokenizer, perturbed, tiny_model

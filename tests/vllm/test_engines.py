@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from vllm import __version__ as VLLM_VERSION
 
-from reprieve.backends.factory import make_engine
 from reprieve.backends.settings import EngineSettings
 from reprieve.backends.throughput import measure_throughput
 from reprieve.bench.arms import make_arms
@@ -20,6 +19,7 @@ from reprieve.bench.engine import RunConfig
 from reprieve.bench.records import RecordFile
 from reprieve.bench.settings import RunSettings, SpeedSettings
 from reprieve.bench.summary import summarise
+from reprieve.cli.screen import make_engine
 from reprieve.errors import EngineError
 from reprieve.heads.certificates import Certificate
 from reprieve.heads.files import find_head

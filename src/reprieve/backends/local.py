@@ -1,4 +1,4 @@
-"""The engine on this machine: one answer at a time, in this process or in several."""
+"""Engines on this machine: one answer at a time, in this process or in several, or many in each forward."""
 
 from __future__ import annotations
 
@@ -7,48 +7,29 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
-from reprieve.bench.answering import Answerer, reply_of
+from reprieve.backends.settings import SERVED_DRAFT_TOKENS
 from reprieve.bench.arms import Arm
-from reprieve.bench.engine import Engine, EngineFacts, Job, RunConfig
+from reprieve.bench.engine import Answerer, Engine, EngineFacts, Job, RunConfig, reply_of
 from reprieve.bench.records import ProblemRecord, Reply
-from reprieve.drafters import DRAFTERS
+from reprieve.concurrency import iterate, results_of
+from reprieve.drafters import DRAFTERS, EagleSettings
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder, load_pair
+from reprieve.engine.batched import BatchedSpeculativeDecoder, Request, refusal
+from reprieve.engine.batches import Stepper
 from reprieve.engine.pair import start_worker
 from reprieve.errors import EngineError, require_whole
 from reprieve.models.cached_model import shared_length
+from reprieve.rules import LosslessRule, Rule
 from reprieve.settings import NumDraftTokens
 from reprieve.tasks import Task, TaskProblem, load_task
 from reprieve.tasks.prompting import problems_of, prompt_ids_of, with_prompts
+from reprieve.types import Generation
 
 _CHUNK = 4  # answers that a worker process makes before it returns them
 _COMPARED = 64  # prompts compared to find the common prefix
-
-
-@dataclass
-class _RunState:
-    """The run in progress: the beginning that its prompts share, and the decoder of each arm."""
-
-    config: RunConfig
-    prefix: list[int]
-    decoders: dict[str, SpeculativeDecoder] = field(default_factory=dict)
-
-    async def decode(self, arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:
-        return reply_of(arm, self.decoders[arm.label].generate(prompt, params, timed=True))
-
-
-@dataclass
-class _Workers:
-    """Worker processes prepared for one run and some of its arms."""
-
-    config: RunConfig
-    labels: set[str]
-    pool: ProcessPoolExecutor
-
-    def prepared_for(self, config: RunConfig, arms: Sequence[Arm]) -> bool:
-        return self.config == config and {arm.label for arm in arms} <= self.labels
 
 
 class PairEngine(Engine):
@@ -93,8 +74,11 @@ class LocalEngine(PairEngine):
         require_whole("workers", num_workers, 1, 1024)
         super().__init__(pair, num_workers)
         self._arms: dict[str, Arm] = {}
-        self._run: _RunState | None = None
-        self._workers: _Workers | None = None
+        self._config: RunConfig | None = None  # of the run in progress
+        self._prefix: list[int] = []  # shared by its prompts
+        self._decoders: dict[str, SpeculativeDecoder] = {}  # of its arms
+        self._pool: ProcessPoolExecutor | None = None
+        self._pool_knows: tuple[RunConfig, set[str]] | None = None
 
     def draft_tokens(self, arm: Arm, drafter: str) -> NumDraftTokens:
         if arm.rule is None:
@@ -109,14 +93,17 @@ class LocalEngine(PairEngine):
         self, config: RunConfig, task: Task, arms: Sequence[Arm], problems: Sequence[TaskProblem], jobs: Sequence[Job]
     ) -> Iterator[ProblemRecord]:
         """See `Engine`. An arm that cannot be built fails here, not in every worker."""
-        if self._run is None or self._run.config != config:
-            self._run = _RunState(config, self._shared_prefix(problems))
-        decoders = self._run.decoders
+        if self._config != config:
+            self._config, self._decoders, self._prefix = config, {}, self._shared_prefix(problems)
         by_label = {arm.label: arm for arm in arms}
-        answerer = Answerer(config, task, self.tokenizer, arms, problems, self._run.decode)
+
+        async def decode(arm: Arm, prompt_ids: list[int], params: SamplingParams) -> Reply:
+            return reply_of(arm, self._decoders[arm.label].generate(prompt_ids, params, timed=True))
+
+        answerer = Answerer(config, task, self.tokenizer, arms, problems, decode)
         for label in dict.fromkeys(job.arm for job in jobs):
-            if label not in decoders:
-                decoders[label] = self._decoder(self._run, by_label[label])
+            if label not in self._decoders:
+                self._decoders[label] = self._decoder(config, by_label[label])
                 asyncio.run(answerer.warm_up(by_label[label]))
         if self.num_parallel > 1:
             yield from self._answer_in_workers(config, arms, jobs)
@@ -126,9 +113,9 @@ class LocalEngine(PairEngine):
 
     def close(self) -> None:
         """End worker processes, each after the chunk that it works on."""
-        if self._workers is not None:
-            self._workers.pool.shutdown(wait=False, cancel_futures=True)
-            self._workers = None
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = None
 
     def _answer_in_workers(
         self, config: RunConfig, arms: Sequence[Arm], jobs: Sequence[Job]
@@ -146,24 +133,24 @@ class LocalEngine(PairEngine):
                 future.cancel()
 
     def _started(self, config: RunConfig, arms: Sequence[Arm]) -> ProcessPoolExecutor:
-        """Return a pool of processes that know this run and these arms; start a new one if needed."""
+        """Return a pool of processes that know this run and all arms so far; start a new one if needed."""
         self.expect(arms, config.drafter)
-        if self._workers is None or not self._workers.prepared_for(config, arms):
+        known = config, set(self._arms)
+        if self._pool is None or self._pool_knows != known:
             self.close()
-            pool = ProcessPoolExecutor(
+            self._pool_knows = known
+            self._pool = ProcessPoolExecutor(
                 self.num_parallel,
                 multiprocessing.get_context("spawn"),
                 initializer=_start,
                 initargs=(config, list(self._arms.values())),
             )
-            self._workers = _Workers(config, set(self._arms), pool)
-        return self._workers.pool
+        return self._pool
 
-    def _decoder(self, run: _RunState, arm: Arm) -> SpeculativeDecoder:
-        config = run.config
+    def _decoder(self, config: RunConfig, arm: Arm) -> SpeculativeDecoder:
         conditions = config.conditions(self, arm)
         decoder = arm.decoder(self.pair, drafter=config.drafter, task=config.task, conditions=conditions)
-        decoder.share_prefix(run.prefix)
+        decoder.share_prefix(self._prefix)
         return decoder
 
     def _shared_prefix(self, problems: Sequence[TaskProblem]) -> list[int]:
@@ -171,6 +158,90 @@ class LocalEngine(PairEngine):
         prompts = [prompt_ids_of(problem, self.tokenizer) for problem in problems[:_COMPARED]]
         # The lexicographic minimum and maximum share exactly the prefix that all prompts share.
         return prompts[0][: shared_length(min(prompts), max(prompts))]
+
+
+class BatchedEngine(PairEngine):
+    """Decodes many answers at once. All arms with one K share a batch; each model alone has its own."""
+
+    kind = "batched"
+
+    def refusal(self, arm: Arm, drafter: str) -> str:
+        if reason := super().refusal(arm, drafter):
+            return reason
+        if arm.truncation is not None:
+            return "direct: needs --engine local"
+        if arm.rule is None:
+            return ""
+        if isinstance(arm.num_draft_tokens, str):
+            k = arm.num_draft_tokens
+            return f"engine batched needs a number of draft tokens, such as @K={SERVED_DRAFT_TOKENS}, got {k}"
+        settings = DRAFTERS.make(arm.drafter or drafter)
+        if isinstance(settings, EagleSettings):
+            if settings.drafts_trees:
+                return f"engine batched drafts chains: top_k of the drafter must be 1, got {settings.top_k}"
+            if settings.prune is not None:
+                return f"engine batched drafts chains: the drafter must not prune, got prune={settings.prune}"
+        elif settings.name != "draft":
+            return f"engine batched needs the drafter draft or eagle3, got {settings.name}; use --engine local"
+        return refusal(arm.rule, eagle=isinstance(settings, EagleSettings))
+
+    def answer(
+        self, config: RunConfig, task: Task, arms: Sequence[Arm], problems: Sequence[TaskProblem], jobs: Sequence[Job]
+    ) -> Iterator[ProblemRecord]:
+        for arm in arms:
+            config.require_arm_fits(self, arm)
+        groups = {arm.label: group_of(arm, config.drafter) for arm in arms}
+        rules = {arm.label: (arm.rule or LosslessRule()).bind(self.tokenizer).to(self.pair.device) for arm in arms}
+        batches: dict[DecoderGroup, Stepper[Request, Generation]] = {}
+
+        async def decode(arm: Arm, prompt_ids: list[int], params: SamplingParams) -> Reply:
+            generation = await batches[groups[arm.label]].result(
+                lambda finish: Request(prompt_ids, rules[arm.label], params.max_new_tokens, finish, seed=params.seed)
+            )
+            return reply_of(arm, generation)
+
+        answerer = Answerer(config, task, self.tokenizer, arms, problems, decode)
+        for key in {groups[job.arm]: None for job in jobs}:
+            members = [rules[label] for label, group in groups.items() if group == key]
+            num_rows = min(self.num_parallel, sum(groups[job.arm] == key for job in jobs))
+            batches[key] = Stepper(key.decoder(self.pair, members, num_rows=num_rows, params=answerer.params))
+
+        with asyncio.Runner() as loop:  # each batch queues what has no row yet, so all arms stay on the same problems
+            results = results_of(jobs, answerer.answer, num_parallel=self.num_parallel * len(batches))
+            yield from iterate(loop, results)
+
+
+class DecoderGroup(NamedTuple):
+    """Settings of a batch's decoder; arms of one group share it."""
+
+    draft_alone: bool
+    num_draft_tokens: int
+    eagle: EagleSettings | None  # None drafts with the draft model
+
+    def decoder(
+        self, pair: Pair, rules: Sequence[Rule], *, num_rows: int, params: SamplingParams
+    ) -> BatchedSpeculativeDecoder:
+        """Return a decoder for arms with these rules, which are bound and on the pair's device."""
+        return BatchedSpeculativeDecoder(
+            pair,
+            num_rows=num_rows,
+            num_draft_tokens=self.num_draft_tokens,
+            params=params,
+            rules=rules,
+            eagle=None if self.eagle is None else pair.eagle_head(self.eagle.source(pair.target_name)),
+            draft_alone=self.draft_alone,
+        )
+
+
+def group_of(arm: Arm, drafter: str) -> DecoderGroup:
+    """Return the group of an arm that the engine does not refuse, with the run's drafter."""
+    if arm.rule is None:
+        return DecoderGroup(arm.alone == "draft", 0, None)
+    assert isinstance(arm.num_draft_tokens, int)
+    settings = DRAFTERS.make(arm.drafter or drafter)
+    if not isinstance(settings, EagleSettings):
+        return DecoderGroup(False, arm.num_draft_tokens, None)
+    return DecoderGroup(False, min(arm.num_draft_tokens, settings.depth, settings.total_tokens), settings)
 
 
 _ANSWER: Callable[[Sequence[Job]], Iterator[ProblemRecord]] | None = None  # of a worker process

@@ -12,9 +12,8 @@ from reprieve.backends.client import Client, Completion
 from reprieve.backends.deployers import PAIR, TARGET, Deployer, ServerPlan, fields_of
 from reprieve.backends.servers import Running
 from reprieve.backends.settings import SERVED_DRAFT_TOKENS
-from reprieve.bench.answering import Answerer
 from reprieve.bench.arms import Arm
-from reprieve.bench.engine import Engine, EngineFacts, Job, RunConfig
+from reprieve.bench.engine import Answerer, Engine, EngineFacts, Job, RunConfig
 from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.concurrency import iterate, results_of
 from reprieve.drafters import DRAFTERS
@@ -24,7 +23,7 @@ from reprieve.heads.files import find_head
 from reprieve.identity import PairIdentity, digest
 from reprieve.settings import wrapped_seed
 from reprieve.tasks import Task, TaskProblem
-from reprieve.tasks.prompting import prompt_of
+from reprieve.tasks.prompting import prompt_ids_of
 
 _FEW = 2  # tokens of an answer for which nothing may have been drafted
 
@@ -154,7 +153,7 @@ class ServedEngine(Engine):
             async def ask(numbered: tuple[int, TaskProblem]) -> Completion:
                 number, problem = numbered
                 seeded = dataclasses.replace(params, seed=wrapped_seed(params.seed + number))
-                prompt_ids = self._encode(prompt_of(problem))
+                prompt_ids = prompt_ids_of(problem, self.tokenizer)
                 [completion] = await client.complete(prompt_ids, seeded, extra=fields, stream=True)
                 _require_numbers(arm, completion)
                 return completion
@@ -181,8 +180,8 @@ class ServedEngine(Engine):
     def _decoder(self, client: Client, running: Running) -> Answerer.Decode:
         """Return a function that decodes one turn of a conversation on a server."""
 
-        async def decode(arm: Arm, problem: TaskProblem, prompt: str | list[int], params: SamplingParams) -> Reply:
-            [completion] = await client.complete(self._encode(prompt), params, extra=self._fields(arm, running))
+        async def decode(arm: Arm, prompt_ids: list[int], params: SamplingParams) -> Reply:
+            [completion] = await client.complete(prompt_ids, params, extra=self._fields(arm, running))
             _require_numbers(arm, completion)
             numbers = completion.speculation
             return Reply(
@@ -198,9 +197,6 @@ class ServedEngine(Engine):
             )
 
         return decode
-
-    def _encode(self, prompt: str | list[int]) -> list[int]:
-        return list(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
 
     def _fields(self, arm: Arm, running: Running) -> dict[str, Any]:
         """Return the request fields that select this arm."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from reprieve.errors import EngineError, ReprieveError, SpecError
-from reprieve.needs import Need
 from reprieve.rules import Rule
+from reprieve.types import Need
 
 INFO = "vllm:reprieve_info"  # a metric of the plugin; its labels describe the server
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')

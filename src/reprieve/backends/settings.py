@@ -36,9 +36,6 @@ class BatchedSettings:
         require_whole("parallel", self.parallel, 1)
 
 
-IN_PROCESS = (LocalSettings.name, BatchedSettings.name)  # engines without a server
-
-
 @dataclass(frozen=True)
 class ServerSettings:
     """Settings that all kinds of servers share.

@@ -11,9 +11,8 @@ import numpy as np
 
 from reprieve.bench.arms import LOSSLESS, Arm
 from reprieve.bench.engine import RunConfig
-from reprieve.bench.environment import Environment
 from reprieve.bench.records import ProblemRecord
-from reprieve.bench.results import Allocation, ArmResults, Difference, Results
+from reprieve.bench.results import Allocation, ArmResults, Difference, Environment, Results
 from reprieve.bench.run import Run
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.stats import bootstrap_interval, paired_difference, paired_pvalue, share_interval

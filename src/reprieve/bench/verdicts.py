@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from reprieve.bench.records import ProblemRecord, read_answers
+from reprieve.bench.records import ProblemRecord
 from reprieve.bench.settings import VerdictSettings
 from reprieve.concurrency import results_of
-from reprieve.errors import ReprieveError, SpecError
+from reprieve.errors import ReprieveError
 from reprieve.files import append_line, read_records, replace_file
 from reprieve.stats import grouped_interval
 from reprieve.tasks import TaskProblem
@@ -78,6 +78,7 @@ def conversation(problem: TaskProblem, record: ProblemRecord) -> str:
 def judge_run(
     folder: Path,
     problems: Sequence[TaskProblem],
+    records: Sequence[ProblemRecord],
     chat: Chat,
     settings: VerdictSettings,
     *,
@@ -86,12 +87,12 @@ def judge_run(
     """Judge every answer of a run that is not judged yet; verdicts are kept as they come, in `verdicts.jsonl`.
 
     Raises:
-        SpecError: no such baseline among the arms.
-        ReprieveError: the folder holds no run, or the judge cannot be asked.
+        ReprieveError: damaged verdicts, or the judge cannot be asked.
     """
     baseline, num_votes = settings.baseline, settings.num_votes
     path = folder / "verdicts.jsonl"
-    records, strict = _answers(folder, baseline)
+    records = [record for record in records if not record.error]
+    strict = {(record.problem_id, record.trial): record for record in records if record.arm == baseline}
     by_id = {problem.problem_id: problem for problem in problems}
     try:
         read = list(read_records(path, Verdict, "verdict", repair=True, signed=True))
@@ -136,18 +137,6 @@ def judge_run(
     document = summarise_verdicts(verdicts, baseline)
     replace_file(folder / "judged.json", json.dumps(document, indent=2) + "\n")
     return document
-
-
-def _answers(folder: Path, baseline: str) -> tuple[list[ProblemRecord], dict[tuple[str, int], ProblemRecord]]:
-    """All answers of a run, and the baseline's by problem and trial."""
-    if not (answers := read_answers(folder)):
-        raise ReprieveError(f"{str(folder)!r} holds no answers in problems.jsonl")
-    records = [record for record in answers if not record.error]
-    strict = {(record.problem_id, record.trial): record for record in records if record.arm == baseline}
-    if not strict:
-        known = ", ".join(dict.fromkeys(record.arm for record in records))
-        raise SpecError(f"baseline must be an arm of the run ({known}), got {baseline!r}")
-    return records, strict
 
 
 def summarise_verdicts(verdicts: Sequence[Verdict], baseline: str) -> dict[str, Any]:

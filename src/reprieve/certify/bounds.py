@@ -1,8 +1,7 @@
 """Valid one-sided tests of the loss of quality, the largest loss they leave possible, and a running interval.
 
-Both losses compare strict and relaxed answers to the same problems: the *regression rate* (solved strictly, failed
-relaxed; in [0, 1] per problem) and the *net drop* (strict minus relaxed; in [-1, 1] per problem). Every p-value tests
-the hypothesis that the loss is `bound` or more. No test needs large samples or normality.
+The loss compares strict and relaxed answers to the same problems: strict minus relaxed, in [-1, 1] per problem. A
+p-value tests the hypothesis that the mean loss is `bound` or more. No test needs large samples or normality.
 """
 
 from __future__ import annotations
@@ -12,35 +11,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from reprieve.errors import import_extra, require_range
+from reprieve.errors import require_range
 
 _PRECISION = 1e-5
 _LARGEST_BET = 0.9  # share of the largest bet that keeps the capital positive
 _NUM_BETS = 24  # of a confidence sequence, on each side
-
-
-def hoeffding_bentkus_pvalue(losses: np.ndarray, bound: float) -> float:
-    """P-value of "the mean loss is `bound` or more", for losses in [0, 1], [n].
-
-    The smaller of Hoeffding's bound, in its tighter form, and Bentkus' (Bates et al., arXiv 2101.02703, Theorem 3, used
-    by Learn-then-Test, arXiv 2110.01052). If every loss is 0 or 1, Bentkus' bound without its factor e is the exact
-    binomial test.
-
-    Raises:
-        SpecError: a bound outside (0, 1].
-        ValueError: no losses, or losses outside [0, 1].
-    """
-    require_range("bound", bound, 0.0, 1.0, low_open=True)
-    _require_within(losses, 0.0)
-    num, mean = len(losses), float(losses.mean())
-    if mean >= bound:
-        return 1.0
-    binom = import_extra("scipy.stats", "evidence").binom
-    hoeffding = math.exp(-num * _divergence(mean, bound))
-    binary = bool(np.isin(losses, (0.0, 1.0)).all())
-    # Rounding of sums such as 0.1 + 0.2 must not raise the ceiling by one.
-    bentkus = (1.0 if binary else math.e) * float(binom.cdf(math.ceil(num * mean - 1e-9), num, bound))
-    return min(hoeffding, bentkus, 1.0)
 
 
 def betting_pvalue(drops: np.ndarray, bound: float, *, confidence: float = 0.95) -> float:
@@ -57,7 +32,9 @@ def betting_pvalue(drops: np.ndarray, bound: float, *, confidence: float = 0.95)
         ValueError: no drops, or drops outside [-1, 1].
     """
     require_range("confidence", confidence, 0.5, 0.999999)
-    _require_within(drops, -1.0)
+    if not len(drops) or np.abs(drops).max() > 1:
+        got = f"[{drops.min():g}, {drops.max():g}]" if len(drops) else "none"
+        raise ValueError(f"drops must be in [-1, 1], at least one, got {got}")
     require_range("bound", bound, -0.999999, 0.999999)
     shuffled = drops[np.random.default_rng(len(drops)).permutation(len(drops))]
     return float(min(1.0, math.exp(-_log_capital((shuffled + 1) / 2, (bound + 1) / 2, confidence))))
@@ -68,7 +45,7 @@ def upper_bound(pvalue: Callable[[float], float], low: float, high: float, *, co
 
     Args:
         pvalue: p-value of each bound; it falls as the bound grows.
-        low: the smallest possible loss: 0 for regressions, -1 for drops.
+        low: the smallest possible loss.
         high: the largest possible loss; the result if no bound is accepted.
     """
     while high - low > _PRECISION * max(1.0, high):
@@ -148,17 +125,3 @@ def _log_capital(values: np.ndarray, mean: float, confidence: float) -> float:
 def _running(values: np.ndarray) -> np.ndarray:
     """Return the running mean at each index, itself included, shrunk towards 1/2 by one observation."""
     return (0.5 + np.cumsum(values)) / (2 + np.arange(len(values)))
-
-
-def _divergence(mean: float, bound: float) -> float:
-    """Return the KL divergence of two Bernoulli distributions, nats; infinite if `bound` is 1."""
-    if bound >= 1.0:
-        return math.inf
-    first = mean * math.log(mean / bound) if mean > 0 else 0.0
-    return first + (1 - mean) * math.log((1 - mean) / (1 - bound))
-
-
-def _require_within(values: np.ndarray, low: float) -> None:
-    if not len(values) or values.min() < low or values.max() > 1:
-        got = f"[{values.min():g}, {values.max():g}]" if len(values) else "none"
-        raise ValueError(f"values must be in [{low:g}, 1], at least one, got {got}")

@@ -17,12 +17,11 @@ import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from reprieve.certify.bounds import betting_pvalue, hoeffding_bentkus_pvalue, upper_bound
-from reprieve.certify.settings import NET_DROP, Promise
+from reprieve.bench.settings import Promise
+from reprieve.certify.bounds import betting_pvalue, upper_bound
 from reprieve.errors import SpecError
 
 _MOST_GROWTH = 100.0
@@ -43,15 +42,6 @@ class Lengths:
     strict_cut: np.ndarray
     relaxed_cut: np.ndarray
     budget: int
-
-
-class Outcomes(NamedTuple):
-    """Outcomes of the same problems, strict and relaxed, [n] or [n, trials] in [0, 1]."""
-
-    strict: np.ndarray
-    relaxed: np.ndarray
-    tokens_per_round: float | None = None
-    lengths: Lengths | None = None
 
 
 @dataclass(frozen=True)
@@ -108,8 +98,7 @@ class ThresholdStep:
 
 def walk(
     thresholds: Sequence[float],
-    promise: Promise,
-    measure: Callable[[float], tuple[Any, ...]],
+    measure: Callable[[float], ThresholdStep],
     *,
     on_step: Callable[[ThresholdStep], None] = lambda step: None,
 ) -> list[ThresholdStep]:
@@ -118,7 +107,7 @@ def walk(
     Use the last step that passed. If the first step failed, no step passed.
 
     Args:
-        measure: maps a threshold to `Outcomes`, or to the ones that the promise needs.
+        measure: tests one threshold.
 
     Raises:
         SpecError: no thresholds, or one twice.
@@ -127,29 +116,11 @@ def walk(
         raise SpecError(f"thresholds must be different values, at least one, got {list(thresholds)}")
     steps: list[ThresholdStep] = []
     for threshold in thresholds:
-        steps.append(tested(threshold, promise, Outcomes(*measure(threshold))))
+        steps.append(measure(threshold))
         on_step(steps[-1])
         if not steps[-1].evidence.passed:
             break
     return steps
-
-
-def tested(threshold: float, promise: Promise, found: Outcomes) -> ThresholdStep:
-    """Test the outcomes at one threshold."""
-    evidence = paired_test(promise, found.strict, found.relaxed, found.lengths)
-    return ThresholdStep(threshold, evidence, found.tokens_per_round)
-
-
-def losses_of(promise: Promise, strict: np.ndarray, relaxed: np.ndarray) -> np.ndarray:
-    """Return the loss of each problem: [n] or [n, trials] in [0, 1] to [n]."""
-    return _per_problem(strict - relaxed if promise.loss == NET_DROP else strict * (1 - relaxed))
-
-
-def pvalue(promise: Promise, losses: np.ndarray, bound: float) -> float:
-    """P-value of "the loss is `bound` or more"."""
-    if promise.loss == NET_DROP:
-        return betting_pvalue(losses, bound, confidence=promise.confidence)
-    return hoeffding_bentkus_pvalue(losses, bound)
 
 
 def growth_pvalue(promise: Promise, lengths: Lengths, growth: float) -> float:
@@ -177,9 +148,9 @@ def paired_test(
     if strict.shape != relaxed.shape or not len(strict):
         raise ValueError(f"outcomes must be of the same problems, got shapes {strict.shape} and {relaxed.shape}")
     risks = () if lengths is None else length_risks(promise, lengths)
-    losses = losses_of(promise, strict, relaxed)
-    low = -1.0 if promise.loss == NET_DROP else 0.0
-    loss = _test("loss", promise, promise.max_drop, float(losses.mean()), partial(pvalue, promise, losses), low)
+    losses = _per_problem(strict - relaxed)
+    proof = partial(betting_pvalue, losses, confidence=promise.confidence)
+    loss = _test("loss", promise, promise.max_drop, float(losses.mean()), proof, -1.0)
     return PairedTest(
         num_problems=len(losses),
         accuracy_strict=float(strict.mean()),

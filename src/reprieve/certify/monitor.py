@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from reprieve.bench.arms import Arm
 from reprieve.bench.engine import Engine, Job, RunConfig
 from reprieve.bench.records import ProblemRecord
+from reprieve.bench.settings import MonitorSettings
 from reprieve.certify.bounds import ConfidenceSequence
-from reprieve.certify.settings import MonitorSettings
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.tasks import Task, TaskProblem
 from reprieve.tasks.prompting import problems_of

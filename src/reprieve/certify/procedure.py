@@ -15,13 +15,12 @@ import numpy as np
 from reprieve.backends.settings import LOCAL
 from reprieve.bench.arms import LOSSLESS, RERUN, Arm, make_arm, rule_of
 from reprieve.bench.engine import Engine, RunConfig
-from reprieve.bench.environment import Environment
+from reprieve.bench.results import Environment
 from reprieve.bench.run import Run
-from reprieve.bench.settings import RunSettings
+from reprieve.bench.settings import CertifySettings, Promise, RunSettings
 from reprieve.bench.summary import column, common_rows
 from reprieve.bundles import BUNDLED_HEADS
-from reprieve.certify.fixed_sequence import Lengths, Outcomes, RiskTest, ThresholdStep, num_needed, tested, walk
-from reprieve.certify.settings import NET_DROP, CertifySettings, Promise
+from reprieve.certify.fixed_sequence import Lengths, RiskTest, ThresholdStep, num_needed, paired_test, walk
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.files import replace_file
 from reprieve.heads.certificates import Certificate, portable_spec
@@ -123,7 +122,7 @@ class Certification:
 
 def certificate_path(folder: Path, rule_name: str, promise: Promise) -> Path:
     """Return the file that `certify` writes a certificate to."""
-    return folder / f"{rule_name}-{promise.loss}-{promise.max_drop:g}.json"
+    return folder / f"{rule_name}-net_drop-{promise.max_drop:g}.json"
 
 
 def certify(
@@ -161,10 +160,10 @@ def certify(
         config = RunConfig.of(engine, chosen, settings, command=command)
         return Run(config, chosen, engine, task, folder / name, extendable=True)
 
-    def measure(run: Run, arm: Arm) -> Outcomes:
+    def measure(run: Run, arm: Arm) -> ThresholdStep:
         if not run.measure([strict], progress) or not run.measure([arm], progress):
             raise KeyboardInterrupt
-        return _outcomes(run, strict, arm, task.max_new_tokens)
+        return _step(plan, run, arm, task.max_new_tokens)
 
     engine.expect([strict, again, *arms.values()], plan.settings.run.drafter)
     served = engine.facts.engine != LOCAL  # a server's batches do not reproduce greedy answers exactly
@@ -179,7 +178,6 @@ def certify(
             announce(_noise_line(noise))
         steps = walk(
             list(arms),
-            plan.promise,
             lambda threshold: measure(calibration, arms[threshold]),
             on_step=lambda step: announce(_line(plan, step)),
         )
@@ -189,7 +187,7 @@ def certify(
             return Certification(steps, None, f"{reason}. {_needed(plan, calibration, task)}")
         best = arms[passed[-1]]
         held_out = run_of(plan.held_out, [strict, best], "held_out")
-        held_step = tested(passed[-1], plan.promise, measure(held_out, best))
+        held_step = measure(held_out, best)
     except KeyboardInterrupt:
         return None
     announce(_line(plan, held_step, where="held out"))
@@ -209,7 +207,7 @@ def _conclude(measured: _Measured, folder: Path) -> Certification:
     path = certificate_path(folder, measured.arm.rule_name, promise)
     replace_file(path, content)
     engine = "" if certificate.conditions.engine == LOCAL else f"-{certificate.conditions.engine}"
-    name = f"{promise.loss}-{promise.max_drop:g}-{certificate.threshold:g}{engine}.json"
+    name = f"net_drop-{promise.max_drop:g}-{certificate.threshold:g}{engine}.json"
     assert measured.arm.rule is not None
     for head, _ in measured.arm.rule.heads:
         if head not in BUNDLED_HEADS and Path(head).is_dir():  # a user's own folder
@@ -276,7 +274,7 @@ class _Measured:
             rule=rule.spec,
             portable_rule=portable_spec(rule),
             threshold=float(self.held_step.threshold),
-            promise=dataclasses.asdict(self.plan.promise),
+            promise={**dataclasses.asdict(self.plan.promise), "loss": "net_drop"},
             verdict="confirmed" if evidence.passed else "consistent",
             conditions=self.calibration.config.conditions(self.calibration.engine, self.arm),
             calibration={
@@ -296,14 +294,13 @@ class _Measured:
     def _statement(self) -> str:
         promise, facts, held = self.plan.promise, self.calibration.engine.facts, self.held_step.evidence
         proved = next(step.evidence for step in self.steps if step.threshold == self.held_step.threshold)
-        loses = "loses less than" if promise.loss == NET_DROP else "spoils fewer than"
         where = noise = ""
         if self.noise is not None:
             runner = facts.runner and f"({facts.runner})"
             where = " on " + " ".join(filter(None, (facts.engine, facts.engine_version, runner)))
             noise = f" {_noise_line(self.noise)}"
         return (
-            f"With {100 * promise.confidence:g}% confidence, {self.arm.label} {loses} "
+            f"With {100 * promise.confidence:g}% confidence, {self.arm.label} loses less than "
             f"{100 * promise.max_drop:g} points of problems solved against lossless decoding on task "
             f"{self.calibration.config.task} at K = {self.arm.num_draft_tokens}{where}, where lossless solves "
             f"{100 * proved.accuracy_strict:.1f}%. Calibrated on {proved.num_problems} problems (observed "
@@ -314,9 +311,13 @@ class _Measured:
         )
 
 
-def _outcomes(run: Run, strict_arm: Arm, arm: Arm, budget: int) -> Outcomes:
-    """Return correctness, [n, trials], strict and relaxed, with lengths and the relaxed arm's tokens per round."""
-    labels = [strict_arm.label, arm.label]
+def _step(plan: Plan, run: Run, arm: Arm, budget: int) -> ThresholdStep:
+    """Compare an arm's answers with the strict ones.
+
+    Raises:
+        ReprieveError: answers failed, or no strict answer is right.
+    """
+    labels = [plan.strict.label, arm.label]
     rows = common_rows(labels, run.records, run.config.num_trials)
     if failed := sum(record.error is not None for label in labels for trials in rows[label] for record in trials):
         raise ReprieveError(
@@ -332,7 +333,9 @@ def _outcomes(run: Run, strict_arm: Arm, arm: Arm, budget: int) -> Outcomes:
     cut = [column(rows[label], lambda record: record.finish_reason == "length") for label in labels]
     rounds = column(rows[labels[1]], lambda record: record.num_rounds).sum()
     tokens_per_round = float(tokens[1].sum() / rounds) if rounds else None
-    return Outcomes(strict, relaxed, tokens_per_round, Lengths(tokens[0], tokens[1], cut[0], cut[1], budget))
+    evidence = paired_test(plan.promise, strict, relaxed, Lengths(tokens[0], tokens[1], cut[0], cut[1], budget))
+    assert arm.rule is not None
+    return ThresholdStep(float(arm.rule.dial_value or 0), evidence, tokens_per_round)
 
 
 def _where(run: Run, plan: Plan) -> dict[str, Any]:

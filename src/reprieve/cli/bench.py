@@ -1,4 +1,4 @@
-"""`reprieve bench`: arms side by side; and `reprieve demo`: some of them on the bundled pair."""
+"""`reprieve bench`: arms side by side; `demo`: some of them on the bundled pair; `report`; and `rules`, a list."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def _show_verdicts(run: Run, chat: Chat, settings: VerdictSettings, out: Path) -
     from reprieve.bench.verdicts import judge_run
 
     with screen.progress("verdicts") as progress:
-        document = judge_run(out, run.problems, chat, settings, progress=progress)
+        document = judge_run(out, run.problems, run.records, chat, settings, progress=progress)
     for arm in document["arms"]:
         screen.say(f"{arm['arm']}: {_verdict_words(arm)}")
     screen.say(f"verdicts: {out / 'verdicts.jsonl'}")
@@ -227,3 +227,54 @@ def _under_load(engine: Engine, run: Run, task: Task, speed: SpeedSettings, out:
     assert isinstance(engine, ServedEngine)
     with screen.progress("turns") as progress:
         return measure_throughput(engine, run.config, task, run.arms, speed, out, progress=progress)
+
+
+@dataclass(frozen=True)
+class Report(Command):
+    """Write one self-contained HTML page: frontier, table, certificates, examples, commands.
+
+    Args:
+        folders: Result folders of bench or certify.
+        title: Title of the page.
+        out: The HTML file.
+    """
+
+    verb = "report"
+    example = "reprieve report runs/bench --out report.html"
+
+    folders: tuple[Path, ...] = field(metadata={"positional": True})
+    title: str = ""
+    out: Path = Path("report.html")
+
+    def run(self) -> int:
+        from reprieve.bench.report import write_report
+
+        path = write_report(self.folders, self.out, title=self.title)
+        screen.say(f"report: {path} ({path.stat().st_size / 1024:.0f} KiB, opens in any browser)")
+        return 0
+
+
+@dataclass(frozen=True)
+class Rules(Command):
+    """List the rules with their sources, parameters, defaults and dials."""
+
+    verb = "rules"
+    example = "reprieve rules"
+
+    def run(self) -> int:
+        from reprieve.rules import RULES
+        from reprieve.specs import parameters_of
+
+        out = screen.console()
+        for kind in RULES:
+            summary = (kind.__doc__ or "").strip().splitlines()[0]
+            out.print(f"[bold]{kind.name}[/bold]  {summary}", soft_wrap=True)
+            if kind.origin:
+                out.print(f"    from {kind.origin}", soft_wrap=True, markup=False)
+            for name, parameter in parameters_of(kind).items():
+                dial = "  (dial)" if kind.own_dial is not None and name == kind.own_dial.name else ""
+                out.print(f"    {name}={parameter.default}{dial}", soft_wrap=True, markup=False)
+        out.print(
+            "\nWrite name:parameter=value,...; a&b needs both, a|b either; start= and end= restrict a rule to a span."
+        )
+        return 0

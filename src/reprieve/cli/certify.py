@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from reprieve.backends.settings import EngineSettings
-from reprieve.bench.settings import RunSettings
-from reprieve.certify.settings import CertifySettings, MonitorSettings
+from reprieve.bench.settings import CertifySettings, MonitorSettings, RunSettings
 from reprieve.cli import screen
 from reprieve.cli.command import INTERRUPTED, Command
 from reprieve.errors import SpecError

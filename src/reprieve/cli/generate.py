@@ -1,10 +1,11 @@
-"""`reprieve generate`: one answer, streamed, each token coloured by where it comes from."""
+"""`reprieve generate`: one answer, each token coloured by where it comes from; and `reprieve serve`: a local server."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import os
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from reprieve.cli import screen
 from reprieve.cli.command import Command
 from reprieve.display import STYLES
-from reprieve.errors import SpecError, require_choice
+from reprieve.errors import SpecError, import_extra, require_choice
+from reprieve.playground.settings import PlaygroundSettings
 from reprieve.settings import (
     AUTO,
     NumDraftTokens,
@@ -146,21 +148,10 @@ def _as_json(generation: Generation, spec: str, tokenizer: Any) -> dict[str, Any
         "rule": spec,
         "text": generation.text,
         "finish_reason": generation.finish_reason,
-        "num_tokens": generation.num_tokens,
-        "num_rounds": generation.num_rounds,
-        "num_drafted": generation.num_drafted,
-        "num_accepted": generation.num_accepted,
-        "num_rescued": generation.num_rescued,
+        **generation.stats,
         "tokens_per_round": generation.tokens_per_round,
-        "seconds": generation.seconds,
         "tokens": [
-            {
-                "token_id": token.token_id,
-                "text": tokenizer.decode([token.token_id]),
-                "provenance": token.provenance.value,
-                "risk": token.risk,
-            }
-            for token in generation.tokens
+            dataclasses.asdict(token) | {"text": tokenizer.decode([token.token_id])} for token in generation.tokens
         ],
     }
     if generation.trace is not None:
@@ -176,3 +167,47 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, list) else value
+
+
+KEY = "REPRIEVE_API_KEY"
+
+
+@dataclass(frozen=True)
+class Serve(Command):
+    """Serve the OpenAI API, /health and a playground at /, one request at a time.
+
+    Args:
+        rule: A rule to offer: a specification, or a policy file (JSON) that also names levels and a largest threshold.
+            The first is the default for requests that choose none. Repeatable. Default: the rules of the bundled pair,
+            else margin:delta=1.
+    """
+
+    verb = "serve"
+    example = "reprieve serve --rule judge --rule margin:delta=2 --port 8000"
+
+    rule: tuple[str, ...] = ()
+    settings: PlaygroundSettings = field(default_factory=PlaygroundSettings)
+    pair: PairSettings = field(default_factory=PairSettings)
+
+    def run(self) -> int:
+        for module in ("uvicorn", "fastapi"):
+            import_extra(module, "serve")
+        from reprieve.policies.policy import Policy
+
+        usual = ("margin:delta=1",) if self.pair.bundle is None else self.pair.bundle.menu
+        policies = [Policy.load(source, target=self.pair.target) for source in self.rule or usual]
+        settings = dataclasses.replace(
+            self.settings,
+            model_name=self.settings.model_name or self.pair.target,
+            api_key=self.settings.api_key or os.environ.get(KEY) or None,
+        )
+        from reprieve.playground.launch import make_app, require_free_port, run
+
+        require_free_port(settings)
+        pair = screen.load(self.pair)
+
+        app = make_app(pair, policies, settings, announce=screen.warn)
+        if not settings.loopback and settings.api_key is None:
+            screen.warn(f"warning: {settings.host} may be reached by others, and there is no API key (--api-key)")
+        run(app, settings)
+        return 0

@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reprieve.backends.settings import EngineSettings
-from reprieve.bench.settings import RunSettings
-from reprieve.certify.settings import CertifySettings, Promise
+from reprieve.bench.settings import CertifySettings, Promise, RunSettings
 from reprieve.cli import screen
-from reprieve.cli.bench import Bench
+from reprieve.cli.bench import Bench, Report
 from reprieve.cli.certify import Certify
 from reprieve.cli.command import Command, Pipeline
 from reprieve.cli.mine import MineAutoJudge
-from reprieve.cli.report import Report
 from reprieve.cli.train import TrainJudge
 from reprieve.cli.trial import Trial, try_answers
 from reprieve.errors import EngineError, ReprieveError, SpecError, import_extra, require_choice, require_whole
@@ -119,7 +117,7 @@ class Quickstart(Command):
             require_whole(name, getattr(self, name), 1)
 
     def run(self) -> int:
-        for module, extra in (("sklearn", "labels"), ("scipy", "evidence")):
+        for module, extra in (("sklearn", "labels"), ("matplotlib", "evidence")):
             import_extra(module, extra)  # before hours of mining
         from reprieve.heads.certificates import Certificate
 
@@ -240,7 +238,6 @@ class Quickstart(Command):
         Returns:
             the prompt settings, how many problems to mine and to certify on, and whether those can prove the promise.
         """
-        from reprieve.backends.factory import make_engine
         from reprieve.models.stored import stored_positions
         from reprieve.tasks import load_task
         from reprieve.tasks.prompting import with_prompts
@@ -249,8 +246,7 @@ class Quickstart(Command):
         if not plain.graded:
             raise SpecError(f"task {plain.name} has no right answers: nothing can be certified on it")
         num_mined, num_certified = self._choose_sizes(plain)
-        screen.quiet_transformers()
-        with contextlib.closing(make_engine(self.engine, self.pair, announce=screen.warn)) as engine:
+        with contextlib.closing(screen.make_engine(self.engine, self.pair)) as engine:
             has_template = bool(getattr(engine.tokenizer, "chat_template", None))
             prompt = PromptSettings(
                 chat_template=self.template == "chat" or (self.template == "auto" and has_template),
@@ -296,7 +292,7 @@ class Quickstart(Command):
         """Print how many problems the promise needs; returns whether there are enough."""
         from reprieve.certify.fixed_sequence import num_needed
 
-        needed = num_needed(self._promise, answer_length=trial.num_tokens, budget=budget)
+        needed = num_needed(self._promise, answer_length=trial.mean("num_tokens"), budget=budget)
         promise = f"a loss below {100 * self.max_drop:g} points" + (
             "" if self.max_growth is None else f" and growth below {100 * self.max_growth:g}%"
         )
@@ -317,11 +313,12 @@ class Quickstart(Command):
         """Print the plan, with an estimated time for each stage."""
         shared = self._workers() * (1 if self.engine.local else _SERVER_GAIN)
         # A rollout from half of the answer for every second round; rollouts and a server's answers share forwards.
-        mining = num_mined * trial.seconds * (1 + trial.num_rounds / 2) / 3 / shared
-        certifying = num_certified * trial.seconds * (1 + _NUM_TESTED + 2) / shared
+        seconds, num_rounds = trial.mean("seconds"), max(1.0, trial.mean("num_rounds"))
+        mining = num_mined * seconds * (1 + num_rounds / 2) / 3 / shared
+        certifying = num_certified * seconds * (1 + _NUM_TESTED + 2) / shared
         num_compared = min(_COMPARED, num_certified)
         # Lossless, the rule and the draft alone, and the target alone, which needs a forward for each token.
-        comparing = num_compared * trial.seconds * (3 + trial.num_tokens / trial.num_rounds)
+        comparing = num_compared * seconds * (3 + trial.mean("num_tokens") / num_rounds)
         proof = (
             f"certify a loss below {100 * self.max_drop:g} points on {num_certified} problems and confirm it on as "
             f"many others (about {_minutes(certifying)})"

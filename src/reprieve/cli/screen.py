@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reprieve.errors import require_choice
+from reprieve.errors import SpecError, require_choice
 from reprieve.settings import PairSettings, ProblemSettings
 
 if TYPE_CHECKING:
@@ -145,6 +145,35 @@ def load_problems(
     return loaded, task, problems_of(task, chosen, loaded.num_positions)
 
 
+def make_engine(engine: EngineSettings, pair: PairSettings, *, num_workers: int = 1) -> Engine:
+    """Return the engine that `--engine` names, for a pair; close it when done.
+
+    Args:
+        num_workers: processes of the local engine.
+
+    Raises:
+        SpecError: several workers with another engine, or for a target on several devices.
+        ReprieveError: a model that cannot be found, or a running server that does not answer.
+    """
+    quiet_transformers()
+    from reprieve.backends.deployers import make_deployer
+    from reprieve.backends.local import BatchedEngine, LocalEngine
+    from reprieve.backends.served import ServedEngine
+    from reprieve.backends.settings import BatchedSettings
+    from reprieve.models.stored import stored_identity
+
+    if engine.local:
+        if num_workers > 1 and pair.device_map is not None:
+            raise SpecError(f"workers must be 1 with --device-map, got {num_workers}: each worker loads the target")
+        return LocalEngine(load(pair), num_workers=num_workers)
+    if num_workers > 1:
+        raise SpecError("--workers applies to --engine local only; set parallel= in --engine instead")
+    if isinstance(engine.kind, BatchedSettings):
+        return BatchedEngine(load(pair, decodes=False), engine.kind.parallel)
+    identity, tokenizer, dtype = stored_identity(pair)
+    return ServedEngine(make_deployer(engine.servers, pair, dtype), tokenizer, identity, announce=warn)
+
+
 @contextlib.contextmanager
 def engine_and_task(
     engine: EngineSettings, pair: PairSettings, problems: ProblemSettings, *, num_workers: int = 1
@@ -154,10 +183,7 @@ def engine_and_task(
     from reprieve.tasks.prompting import with_prompts
 
     plain = load_task(problems.task)
-    quiet_transformers()
-    from reprieve.backends.factory import make_engine
-
-    with contextlib.closing(make_engine(engine, pair, num_workers=num_workers, announce=warn)) as started:
+    with contextlib.closing(make_engine(engine, pair, num_workers=num_workers)) as started:
         yield started, with_prompts(plain, started.tokenizer, problems.prompt)
 
 

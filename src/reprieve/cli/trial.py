@@ -12,6 +12,7 @@ from reprieve.settings import NumDraftTokens
 
 if TYPE_CHECKING:
     from reprieve.bench.engine import Engine
+    from reprieve.bench.records import ProblemRecord
     from reprieve.tasks.prompting import PromptedTask
 
 _NUM_TRIED = 4  # problems
@@ -19,41 +20,55 @@ _NUM_TRIED = 4  # problems
 
 @dataclass(frozen=True)
 class Trial:
-    """Lossless answers to the first problems of the train split; means over them."""
+    """Lossless answers to the first problems of the train split.
 
-    num_answers: int
+    Args:
+        reference: the right answer to the first of them.
+    """
+
+    answers: list[ProblemRecord]
+    reference: str
     num_draft_tokens: NumDraftTokens
-    num_tokens: float
-    num_rounds: float
-    seconds: float
-    num_read: int
-    num_right: int
-    num_cut_off: int
-    example: str  # the end of the first response, the answer read there, and the right one
+
+    def mean(self, name: str) -> float:
+        """Return the mean of a number that every answer records."""
+        return float(sum(getattr(answer, name) for answer in self.answers)) / len(self.answers)
 
     def print_summary(self, budget: int) -> None:
         """Say how fast the answers came, how long they are, and how many were read and right."""
+        num, tokens = len(self.answers), self.mean("num_tokens")
         screen.say(
-            f"speed: {self.num_tokens / self.seconds:.0f} tokens per second with lossless speculation at K = "
-            f"{self.num_draft_tokens}; answers of {self.num_tokens:.0f} tokens; "
-            f"{self.num_read} of {self.num_answers} could be read, {self.num_right} were right"
+            f"speed: {tokens / self.mean('seconds'):.0f} tokens per second with lossless speculation at K = "
+            f"{self.num_draft_tokens}; answers of {tokens:.0f} tokens; {self._num_read} of {num} could be read, "
+            f"{self._num_right} were right"
         )
-        if self.num_cut_off:
-            screen.warn(
-                f"ANSWERS CUT OFF: {self.num_cut_off} of {self.num_answers} at {budget} tokens: raise --max-new-tokens"
-            )
+        if num_cut_off := sum(answer.cut_off for answer in self.answers):
+            screen.warn(f"ANSWERS CUT OFF: {num_cut_off} of {num} at {budget} tokens: raise --max-new-tokens")
+
+    @property
+    def _num_read(self) -> int:
+        return sum(answer.answer is not None for answer in self.answers)
+
+    @property
+    def _num_right(self) -> int:
+        return sum(answer.correct for answer in self.answers)
 
     @property
     def doubt(self) -> str:
         """Return the reason why long work on these answers may be lost; empty if there is none."""
-        if not self.num_read:
-            return f"no answer could be read: check --grader and the prompt. {self.example}"
-        if not self.num_right:
-            return (
-                f"none of {self.num_answers} answers was right: check --answer, --grader and the prompt; a certificate "
-                f"needs problems that the target solves. {self.example}"
-            )
-        return ""
+        if self._num_right:
+            return ""
+        first = self.answers[0]
+        example = (
+            f"The right answer to the first problem is {self.reference!r}, the one read {first.answer!r}; the response "
+            f"ends:\n{first.text.strip()[-300:]}"
+        )
+        if not self._num_read:
+            return f"no answer could be read: check --grader and the prompt. {example}"
+        return (
+            f"none of {len(self.answers)} answers was right: check --answer, --grader and the prompt; a certificate "
+            f"needs problems that the target solves. {example}"
+        )
 
 
 def try_answers(
@@ -78,19 +93,5 @@ def try_answers(
             progress(len(answers), len(jobs))
     if failed := next((answer.error for answer in answers if answer.error), None):
         raise ReprieveError(f"the pair cannot answer: {failed}")
-    num, first = len(answers), answers[0]
-    reference = next(problem.reference for problem in problems if problem.problem_id == first.problem_id)
-    return Trial(
-        num_answers=num,
-        num_draft_tokens=num_draft_tokens,
-        num_tokens=sum(answer.num_tokens for answer in answers) / num,
-        num_rounds=max(1.0, sum(answer.num_rounds for answer in answers) / num),
-        seconds=sum(answer.seconds for answer in answers) / num,
-        num_read=sum(answer.answer is not None for answer in answers),
-        num_right=sum(answer.correct for answer in answers),
-        num_cut_off=sum(answer.cut_off for answer in answers),
-        example=(
-            f"The right answer to the first problem is {reference!r}, the one read {first.answer!r}; the response "
-            f"ends:\n{first.text.strip()[-300:]}"
-        ),
-    )
+    reference = next(problem.reference for problem in problems if problem.problem_id == answers[0].problem_id)
+    return Trial(answers, reference, num_draft_tokens)

@@ -13,10 +13,9 @@ from reprieve.models.cached_model import StepCosts
 from reprieve.models.int8 import num_weights
 from reprieve.models.loading import ModelPair
 from reprieve.models.sampling import Sampler
-from reprieve.needs import Need
 from reprieve.rules import Rule
 from reprieve.specs import Registry
-from reprieve.types import Block, Outcome, Prefill, Verification
+from reprieve.types import Block, Need, Outcome, Prefill, Verification
 
 # Cost of verifying one more token, in target forwards. On a CPU, large targets are bound by arithmetic: 1.5B
 # parameters take 0.12 in int8 and 0.22 in float32 (docs/measured/real_pair.md).

@@ -14,9 +14,8 @@ from reprieve.models.cached_model import CachedModel, HiddenLayers, StepCosts, r
 from reprieve.models.int8 import num_weights
 from reprieve.models.loading import ModelPair
 from reprieve.models.sampling import Sampler
-from reprieve.needs import Need
 from reprieve.rules import Rule
-from reprieve.types import Block, HiddenStates, Outcome, Prefill, Verification
+from reprieve.types import Block, HiddenStates, Need, Outcome, Prefill, Verification
 
 LAST = -1  # layer, after the final norm
 

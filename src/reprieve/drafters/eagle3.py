@@ -19,11 +19,10 @@ from reprieve.models.cached_model import StepCosts
 from reprieve.models.eagle3 import EagleHead
 from reprieve.models.loading import ModelPair
 from reprieve.models.sampling import Sampler
-from reprieve.needs import Need
 from reprieve.rules import Rule
 from reprieve.rules.distributions import entropy
 from reprieve.transfers import device_tensor, to_host
-from reprieve.types import ROOT, Block, HiddenStates, Outcome, Prefill, Verification
+from reprieve.types import ROOT, Block, HiddenStates, Need, Outcome, Prefill, Verification
 
 MAX_NODES = 512
 _CUTS = tuple(dict.fromkeys(name for names in PARAMETERS.values() for name in names))
@@ -89,7 +88,7 @@ class EagleSettings(DrafterSettings):
             SpecError: no path, and the target has no bundled head.
         """
         bundle = bundle_of(target)
-        source = self.path or ({} if bundle is None else bundle.head_names).get(self.name)
+        source = self.path or ({} if bundle is None else bundle.heads).get(self.name)
         if source is None:
             raise SpecError(f"drafter eagle3 needs path=FOLDER: target {target!r} has no head of its own")
         return source

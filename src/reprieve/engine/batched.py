@@ -12,23 +12,31 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from reprieve.engine.answer import Answer
 from reprieve.engine.batches import TextBatch, TextRow
 from reprieve.engine.pair import Pair
-from reprieve.engine.row_drafters import ACCEPT, FREE_ROW, NOISE, TARGET, RowBlock, RowInput, row_drafter
-from reprieve.engine.text import token_ids_of
+from reprieve.engine.row_drafters import (
+    ACCEPT,
+    FREE_ROW,
+    NOISE,
+    TARGET,
+    DraftModelRows,
+    EagleRows,
+    RowBlock,
+    RowDrafter,
+    RowInput,
+)
+from reprieve.engine.text import Answer, token_ids_of
 from reprieve.errors import SpecError, require_whole
 from reprieve.models.cached_model import eos_token_ids, require_positions, same_vocabulary
 from reprieve.models.eagle3 import EagleHead
 from reprieve.models.row_model import RowModel, Unread, refuse_varying_positions
 from reprieve.models.sampling import Sampler, draw_at, keyed_uniforms
-from reprieve.needs import Need
 from reprieve.rules import LosslessRule, RiskBudget, Rule
 from reprieve.rules.batch import Batch, BatchRequest, decide
 from reprieve.rules.lossless import residual_probs
 from reprieve.settings import SamplingParams
 from reprieve.transfers import device_tensor, to_device, to_host
-from reprieve.types import Context, Generation, HiddenStates, Provenance, Token, gather_token
+from reprieve.types import Context, Generation, HiddenStates, Need, Provenance, Token, gather_token
 
 _SHARE_FREE = 8  # prompts wait until one row in this many is free, and are then read together
 
@@ -144,9 +152,12 @@ class BatchedSpeculativeDecoder(TextBatch[Request, _AnswerText]):
         self.sampler = Sampler(params, pair.device)
         model = pair.draft if draft_alone and pair.draft is not None else pair.target
         self._vocab_size = pair.vocab_size
-        self._drafter = row_drafter(
-            pair, rules, self.sampler, num_rows=num_rows, num_draft_tokens=num_draft_tokens, eagle=eagle
-        )
+        sizes = {"num_rows": num_rows, "num_draft_tokens": num_draft_tokens}
+        self._drafter = RowDrafter()
+        if num_draft_tokens and eagle is not None:
+            self._drafter = EagleRows(pair, rules, eagle, **sizes)
+        elif num_draft_tokens:
+            self._drafter = DraftModelRows(pair, rules, self.sampler, **sizes)
         read = {layer for rule in rules for layer in rule.traits.target_layers} | {*self._drafter.target_layers}
         self._target = RowModel(model, num_rows, hidden_layers=sorted(read))
         self._models = [self._target, *self._drafter.models]

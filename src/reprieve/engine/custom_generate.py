@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from reprieve.engine.answer import OnToken
 from reprieve.engine.pair import Pair
+from reprieve.engine.text import OnToken
 from reprieve.errors import PairError, SpecError
 from reprieve.rules import Rule, parse_rule
 from reprieve.rules.learned import HeadRule

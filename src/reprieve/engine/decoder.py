@@ -17,14 +17,12 @@ from torch import Tensor
 
 from reprieve.drafters import Drafter, NoDrafter
 from reprieve.drafters.length import DraftLength, FixedLength
-from reprieve.engine.answer import Answer, OnToken, with_logprobs
-from reprieve.engine.text import chat_prompt, token_ids_of
+from reprieve.engine.text import Answer, OnToken, chat_prompt, token_ids_of, with_logprobs
 from reprieve.errors import SpecError, UnsupportedModelError
 from reprieve.heads.loading import attach_heads
 from reprieve.models.arbiter import ArbiterAdvisor
 from reprieve.models.cached_model import CachedModel, eos_token_ids, require_positions
 from reprieve.models.sampling import Sampler
-from reprieve.needs import Need
 from reprieve.rules import LosslessRule, RiskBudget, Rule, accept
 from reprieve.rules.base import bounded_risk
 from reprieve.rules.lossless import BlockCheck, Checked, LosslessCheck, MatchCheck, SampledCheck
@@ -36,6 +34,7 @@ from reprieve.types import (
     Context,
     Evidence,
     Generation,
+    Need,
     Outcome,
     Prefill,
     Provenance,
@@ -45,36 +44,6 @@ from reprieve.types import (
     Verification,
     gather_token,
 )
-
-
-class _Stopwatch:
-    """Sum of seconds by part of an answer (`PARTS`). Parts can repeat but not nest.
-
-    Off by default, because timing synchronises the GPU.
-
-    Args:
-        device: synchronised at both ends of a part.
-        running: False disables all measurements.
-    """
-
-    def __init__(self, device: torch.device, *, running: bool) -> None:
-        self.device = device
-        self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0) if running else {}
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Time the enclosed code."""
-        if not self.seconds:
-            yield
-            return
-        started = self._now()
-        yield
-        self.seconds[name] += self._now() - started
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
 
 
 class _Answer(Answer):
@@ -97,9 +66,25 @@ class _Answer(Answer):
         self.rule = decoder.rule if dial is None else decoder.rule.with_dial(dial)
         self.budget = RiskBudget.of(self.rule)
         self.draft_length = decoder.draft_length.start(self.rule.dial_value, params.temperature)
-        self.watch = _Stopwatch(target.device, running=timed)
+        self.device = target.device
+        self.seconds_by_part = dict.fromkeys(PARTS, 0.0) if timed else {}  # off by default: timing synchronises a GPU
         self.trace: list[RoundTrace] | None = [] if trace else None
         self.unread = prompt_ids  # prompt or committed tokens that the target has not read
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time the enclosed code, if the answer is timed. Parts can repeat but not nest."""
+        if not self.seconds_by_part:
+            yield
+            return
+        started = self._now()
+        yield
+        self.seconds_by_part[name] += self._now() - started
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     def positions(self, block: Block) -> Tensor:
         """Return the positions of a block's tokens in the answer, from 0: [N], int64."""
@@ -233,7 +218,7 @@ class SpeculativeDecoder:
         finally:
             self._in_use.release()
         seconds = time.perf_counter() - started
-        return answer.generation(seconds, seconds_by_part=answer.watch.seconds, trace=answer.trace)
+        return answer.generation(seconds, seconds_by_part=answer.seconds_by_part, trace=answer.trace)
 
     def _start(self, answer: _Answer) -> None:
         """Reset the caches; read the prompt if the drafter needs the target's states of it."""
@@ -241,7 +226,7 @@ class SpeculativeDecoder:
         num_positions = len(prompt_ids) + num_new
         what = f"{len(prompt_ids)} prompt + {num_new} new tokens"
         require_positions(self.target.model, num_positions, what=what)
-        with answer.watch.part("prefill"):
+        with answer.part("prefill"):
             if self.drafter.target_layers:
                 prefill, answer.unread = self.target.start(prompt_ids[:-1]), prompt_ids[-1:]
             else:  # the first verification reads the prompt too, which saves a forward
@@ -252,30 +237,30 @@ class SpeculativeDecoder:
 
     def _round(self, answer: _Answer) -> None:
         """Draft, verify, accept, commit."""
-        watch, rule = answer.watch, answer.rule
-        with watch.part("draft"):
+        rule = answer.rule
+        with answer.part("draft"):
             # Every round ends with a token of the target, so at most one fewer than the remaining budget is drafted.
             block = self.drafter.propose(min(answer.draft_length.begin(), answer.num_left - 1), answer.draft_length)
         if len(answer.unread) > 1 and not block.is_chain:  # with a tree, only one token can be unread
-            with watch.part("prefill"):
+            with answer.part("prefill"):
                 self.target.forward(answer.unread[:-1], num_rows=1)
             answer.unread = answer.unread[-1:]
         base = self.target.length + len(answer.unread) - 1  # position of the last committed token
-        with watch.part("verify" if len(answer.unread) == 1 else "prefill"):
+        with answer.part("verify" if len(answer.unread) == 1 else "prefill"):
             unread = device_tensor(answer.unread, torch.long, self.target.device)
             read = self.target.forward(torch.cat([unread, block.token_ids]), block, num_rows=block.num_tokens + 1)
             verification = Verification(*read)
-        with watch.part("rule"):
+        with answer.part("rule"):
             check, evidence = self._evidence(answer, block, verification)
         if self.advisor is not None and block.num_tokens:
-            with watch.part("advise"):
+            with answer.part("advise"):
                 advice = self.advisor.advise(block, evidence, rule.passes_without_advice(evidence))
                 evidence = dataclasses.replace(evidence, advice=advice)
-        with watch.part("rule"):
+        with answer.part("rule"):
             relaxed = rule.relaxed_target_probs(evidence) if block.num_tokens else None
             checked = check.resolve(block, relaxed_probs=relaxed, residual=not rule.traits.replaces)
             outcome = accept(rule, block, evidence, checked, budget=answer.budget)
-        with watch.part("commit"):
+        with answer.part("commit"):
             self._commit(answer, block, verification, outcome, base)
         if answer.trace is not None:
             answer.trace.append(_trace(answer, block, outcome, evidence, checked))

@@ -14,10 +14,9 @@ from reprieve.models.cached_model import same_vocabulary
 from reprieve.models.eagle3 import EagleHead
 from reprieve.models.row_model import RowModel, Unread
 from reprieve.models.sampling import Sampler, draw_at, keyed_uniforms
-from reprieve.needs import Need
 from reprieve.rules import Rule
 from reprieve.transfers import device_tensor, to_device
-from reprieve.types import HiddenStates
+from reprieve.types import HiddenStates, Need
 
 DRAFT, ACCEPT, TARGET, NOISE = range(4)  # purposes of the draws at one position
 
@@ -102,25 +101,27 @@ class RowDrafter:
         return RowBlock(recent[:, 1:])
 
 
-class DraftModelRows(RowDrafter):
-    """Drafts with the pair's draft model.
+def _read_probs(rules: Sequence[Rule]) -> bool:
+    """Return whether a rule reads the draft's distributions."""
+    return any(Need.DRAFT_PROBS in rule.traits.needs for rule in rules)
 
-    Args:
-        model: the draft; its `hidden_layers` are those that blocks carry.
-        keeps_logits: let blocks carry the logits.
-    """
+
+class DraftModelRows(RowDrafter):
+    """Drafts with the pair's draft model. Blocks carry the logits and the hidden states that the rules read."""
 
     def __init__(
-        self, model: RowModel, sampler: Sampler, *, num_draft_tokens: int, vocab_size: int, keeps_logits: bool
+        self, pair: Pair, rules: Sequence[Rule], sampler: Sampler, *, num_rows: int, num_draft_tokens: int
     ) -> None:
         super().__init__(num_draft_tokens)
-        self.model = model
-        self.models = (model,)
-        self.caches = (model.cache,)
+        assert pair.draft is not None
+        layers = sorted({layer for rule in rules for layer in rule.traits.draft_layers})
+        self.model = RowModel(pair.draft, num_rows, hidden_layers=layers)
+        self.models = (self.model,)
+        self.caches = (self.model.cache,)
         self.sampler = sampler
         self.samples = not sampler.draft_greedy
-        self.vocab_size = vocab_size
-        self.keeps_logits = keeps_logits
+        self.vocab_size = pair.vocab_size
+        self.keeps_logits = (self.samples and not sampler.greedy) or _read_probs(rules)
 
     def read_prompts(self, unread: Sequence[Unread]) -> None:
         self.model.prefill(unread)
@@ -168,18 +169,16 @@ class EagleRows(RowDrafter):
 
     Args:
         head: on the target's device.
-        num_rows: rows of the caches.
-        keeps_logits: let blocks carry the logits over the whole vocabulary.
     """
 
     def __init__(
-        self, head: EagleHead, *, num_rows: int, num_draft_tokens: int, vocab_size: int, keeps_logits: bool
+        self, pair: Pair, rules: Sequence[Rule], head: EagleHead, *, num_rows: int, num_draft_tokens: int
     ) -> None:
         super().__init__(num_draft_tokens)
         self.head = head
         self.target_layers = head.layers_read
-        self.vocab_size = vocab_size
-        self.keeps_logits = keeps_logits
+        self.vocab_size = pair.vocab_size
+        self.keeps_logits = _read_probs(rules)
         weight = head.fc.weight
         self.device = weight.device
         self._target_ids = head.target_ids
@@ -240,40 +239,3 @@ class EagleRows(RowDrafter):
         mask = self.head.additive_mask(positions[:, :, None] >= torch.arange(longest, device=self.device))
         read: tuple[Tensor, Tensor] = self.head(token_ids, states, cache=self._cache, positions=positions, mask=mask)
         return read
-
-
-def row_drafter(
-    pair: Pair,
-    rules: Sequence[Rule],
-    sampler: Sampler,
-    *,
-    num_rows: int,
-    num_draft_tokens: int,
-    eagle: EagleHead | None = None,
-) -> RowDrafter:
-    """Return the drafter of a batch, which carries what the rules read.
-
-    Args:
-        eagle: drafts instead of the pair's draft model.
-    """
-    if not num_draft_tokens:
-        return RowDrafter()
-    needs = {need for rule in rules for need in rule.traits.needs}
-    if eagle is not None:
-        return EagleRows(
-            eagle,
-            num_rows=num_rows,
-            num_draft_tokens=num_draft_tokens,
-            vocab_size=pair.vocab_size,
-            keeps_logits=Need.DRAFT_PROBS in needs,
-        )
-    assert pair.draft is not None
-    sampled = not (sampler.greedy or sampler.draft_greedy)
-    layers = sorted({layer for rule in rules for layer in rule.traits.draft_layers})
-    return DraftModelRows(
-        RowModel(pair.draft, num_rows, hidden_layers=layers),
-        sampler,
-        num_draft_tokens=num_draft_tokens,
-        vocab_size=pair.vocab_size,
-        keeps_logits=sampled or Need.DRAFT_PROBS in needs,
-    )

@@ -12,9 +12,8 @@ from torch import Tensor
 from reprieve.errors import require_range, require_whole
 from reprieve.heads.artefact import Artefact, register_head
 from reprieve.heads.settings import ArbiterShape, FeatureRecipe
-from reprieve.needs import Need
 from reprieve.settings import MAX_DRAFT_TOKENS
-from reprieve.types import Evidence
+from reprieve.types import Evidence, Need
 
 # Values from verification for each drafted token: both models' last states, entropies and probabilities.
 READINGS = FeatureRecipe(states="both", entropy=True, probability=True, draft_scalars=True)

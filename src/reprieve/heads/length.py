@@ -115,7 +115,7 @@ def bundled_length_head(rule: Rule, target: str) -> LengthHead | None:
     lossless decoding.
     """
     bundle = bundle_of(target)
-    names = {} if bundle is None else bundle.head_names
+    names = {} if bundle is None else bundle.heads
     source = names.get(f"length-{rule.name}") or names.get(f"length-{ANY_RULE}")
     return None if source is None else LengthHead.from_pretrained(source)
 

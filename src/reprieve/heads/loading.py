@@ -49,7 +49,7 @@ def attach_heads(rule: Rule, target: str | None = None) -> Rule:
         ReprieveError: a head that cannot be loaded.
     """
     bundle = bundle_of(target)
-    defaults = {} if bundle is None else bundle.head_names
+    defaults = {} if bundle is None else bundle.heads
 
     def attach(part: Rule) -> Rule:
         if not isinstance(part, HeadRule) or part.head is not None:

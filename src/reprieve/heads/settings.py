@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from reprieve.errors import SpecError, require_choice, require_range, require_whole
-from reprieve.needs import Need
+
+if TYPE_CHECKING:
+    from reprieve.types import Need  # imports torch
 
 BUCKETS = ("none", "entropy", "distance", "margin")  # quantities that an lts calibration can be bucketed by
 VERSION = 1
@@ -77,6 +80,8 @@ class FeatureRecipe:
     @property
     def needs(self) -> frozenset[Need]:
         """Inputs of a round that it reads."""
+        from reprieve.types import Need
+
         needed = set()
         if self.reads_target:
             needed.add(Need.PARENT_HIDDEN if self.encoding == "previous" else Need.NODE_HIDDEN)

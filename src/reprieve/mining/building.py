@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from reprieve.backends.client import Client
-from reprieve.backends.deployers import TARGET, Deployer, ServerPlan, fields_of
-from reprieve.backends.factory import make_deployer
+from reprieve.backends.deployers import TARGET, Deployer, ServerPlan, fields_of, make_deployer
 from reprieve.backends.servers import Running
 from reprieve.drafters import DRAFTERS
 from reprieve.drafters.eagle3 import EagleSettings

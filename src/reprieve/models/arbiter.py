@@ -25,10 +25,9 @@ from reprieve.heads.settings import ArbiterShape
 from reprieve.models.attention import additive, layer_windows, masks_by_layer, without_cudnn
 from reprieve.models.cache import RollbackCache
 from reprieve.models.cached_model import execution_device, refuse_recurrent, require_positions
-from reprieve.needs import Need
 from reprieve.rules import Rule
 from reprieve.transfers import device_tensor, to_device, to_host
-from reprieve.types import Block, Evidence
+from reprieve.types import Block, Evidence, Need
 
 _CONTEXT = -1  # region number of context tokens
 _ADAPTER = "arbiter"

@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import Any
 
 from reprieve.errors import SpecError
-from reprieve.needs import Need
 from reprieve.policies.policy import CHOICES, REQUIRE, STRICT, SWITCH, Policy, RequestError, read_flag, read_settings
 from reprieve.rules import LosslessRule, Rule
+from reprieve.types import Need
 
 STRICT_ONLY = "strict_only"
 STRUCTURED_OUTPUTS = "structured_outputs"  # among a request's fields: it has a grammar or a schema

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from reprieve.errors import require_range
-from reprieve.needs import Need
 from reprieve.rules.base import Dial, Traits, register_rule
 from reprieve.rules.learned import HeadRule, LearnedRule
+from reprieve.types import Need
 
 _ROUNDING = 2.0**-23  # of float32 at 1
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import SpecError
-from reprieve.needs import Need
 from reprieve.specs import Registry, format_spec, parameters_of
-from reprieve.types import Evidence, Tokenizer
+from reprieve.types import Evidence, Need, Tokenizer
 
 
 @dataclass(frozen=True)

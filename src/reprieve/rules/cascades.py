@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import SpecError, require_choice
-from reprieve.needs import Need
 from reprieve.rules.base import Dial, Rule, Traits, register_rule
 from reprieve.rules.distributions import total_variation
-from reprieve.types import Evidence, gather_token
+from reprieve.types import Evidence, Need, gather_token
 
 
 def cascade_tok_probs(

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import SpecError, require_choice, require_whole
-from reprieve.needs import Need
 from reprieve.rules.base import RULES, RescueLimits, Rule, Traits, accepts, within_threshold
 from reprieve.rules.lossless import LosslessRule
 from reprieve.rules.spans import MODEL_SPANS, model_markers, span_is_open
 from reprieve.specs import construct, format_spec, parameters_of, parse_spec, split
-from reprieve.types import Evidence, Tokenizer
+from reprieve.types import Evidence, Need, Tokenizer
 
 
 class Wrapper(Rule):

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import SpecError, require_choice, require_counts, require_range
-from reprieve.needs import Need
 from reprieve.rules.base import Dial, Rule, Traits, register_rule
 from reprieve.rules.distributions import js_divergence, kl_divergence, total_variation
-from reprieve.types import Evidence
+from reprieve.types import Evidence, Need
 
 _SMALLEST = 1e-30  # the divergence of equal distributions is 0, or below by rounding
 

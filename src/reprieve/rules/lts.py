@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import require_choice, require_range
-from reprieve.needs import Need
 from reprieve.rules.base import Dial, Traits, register_rule
 from reprieve.rules.learned import HeadRule
-from reprieve.types import Evidence
+from reprieve.types import Evidence, Need
 
 SMALLEST_PROB = 1e-10  # the paper clamps probabilities too, but gives no value
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from reprieve.errors import require_range
-from reprieve.needs import Need
 from reprieve.rules.base import Dial, Rule, Traits, register_rule
-from reprieve.types import Evidence
+from reprieve.types import Evidence, Need
 
 
 @register_rule

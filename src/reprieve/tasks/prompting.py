@@ -153,8 +153,3 @@ def _no_problems(task: Task, split: str, offset: int) -> str:
 def prompt_ids_of(problem: TaskProblem, tokenizer: Any) -> list[int]:
     """Return the tokens of a problem's prompt; its raw text is tokenized if it is not formatted for a model yet."""
     return list(problem.prompt_ids) or list(tokenizer.encode(problem.prompt))
-
-
-def prompt_of(problem: TaskProblem) -> str | list[int]:
-    """Return a problem's tokens for a decoder, or its text where no task has tokenized it."""
-    return list(problem.prompt_ids) if problem.prompt_ids else problem.prompt

@@ -13,10 +13,10 @@ from typing import Any
 from reprieve.backends.servers import require_vllm_inputs
 from reprieve.errors import PairError, ReprieveError, SpecError, require_choice
 from reprieve.identity import tokenizer_fingerprint
-from reprieve.needs import Need
 from reprieve.policies.menu import STRICT_ONLY, Menu
 from reprieve.policies.policy import STRICT_STRUCTURED
 from reprieve.rules import Rule
+from reprieve.types import Need
 
 KEY = "reprieve"  # of vLLM's additional configuration
 VARIABLE = "REPRIEVE_VLLM"

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.needs import Need
 from reprieve.policies.menu import Menu
 from reprieve.policies.policy import SWITCH, Policy
 from reprieve.rules import parse_rule
+from reprieve.types import Need
 from reprieve.vllm_plugin.rounds import WorkerRules
 
 OWN, DRAFTED = 1, 2  # in the self-test: the target's token, and the drafter's

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import ReprieveError
-from reprieve.needs import Need
 from reprieve.policies.menu import STRUCTURED_OUTPUTS, Choice, Menu
 from reprieve.policies.policy import STRICT
 from reprieve.rules import RiskBudget, Rule
 from reprieve.rules.batch import Batch, BatchRequest, Decisions, cells_of, decide
 from reprieve.transfers import to_device
+from reprieve.types import Need
 
 logger = logging.getLogger("vllm.reprieve")
 _WARM_UP = ("_warmup_", "_v2_mixed_warmup")  # ids of V2's own requests at start, whose rounds do not count

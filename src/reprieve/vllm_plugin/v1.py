@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reprieve.needs import Need
 from reprieve.rules.batch import Batch, BatchRequest, Decisions
 from reprieve.transfers import device_tensor, to_device
-from reprieve.types import Context, gather_token
+from reprieve.types import Context, Need, gather_token
 from reprieve.vllm_plugin import metrics
 from reprieve.vllm_plugin.probing import ASKED, DRAFTED, certain_logits
 from reprieve.vllm_plugin.rounds import RoundRequest, WorkerRules, request_settings

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from reprieve.errors import ReprieveError
-from reprieve.needs import Need
+from reprieve.types import Need
 from reprieve.vllm_plugin import metrics
 from reprieve.vllm_plugin.probing import ASKED, DRAFTED, OWN, certain_logits
 from reprieve.vllm_plugin.v2_processor import Chunk, RuleProcessor, V2Round, uniforms_of

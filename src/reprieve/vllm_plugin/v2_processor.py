@@ -19,12 +19,11 @@ from vllm.triton_utils import tl, triton
 from vllm.v1.worker.gpu.sample.gumbel import tl_rand32
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
 
-from reprieve.needs import Need
 from reprieve.policies.menu import Choice
 from reprieve.policies.policy import STRICT
 from reprieve.rules import RiskBudget
 from reprieve.rules.batch import Batch, BatchRequest, Decisions
-from reprieve.types import Context, gather_token
+from reprieve.types import Context, Need, gather_token
 from reprieve.vllm_plugin.rounds import RequestRules, WorkerRules, request_settings
 
 NOISE_KEY = 0x5DEECE66D  # sets a request's noise apart from the draws of vLLM's own samplers
