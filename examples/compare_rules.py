@@ -1,10 +1,10 @@
-"""Three rules on ten problems: problems solved and tokens per round. `reprieve bench` adds intervals and speed."""
+"""Three rules on five problems: problems solved and tokens per round. `reprieve bench` adds intervals and speed."""
 
 import reprieve
 
 pair = reprieve.load_pair()
 task = reprieve.load_task("word_problems")
-problems = task.problems("test", 10)
+problems = task.problems("test", 5)
 params = reprieve.SamplingParams(max_new_tokens=task.max_new_tokens)
 
 for rule in ("lossless", "margin:delta=3", "judge:threshold=0.1"):

@@ -58,7 +58,7 @@ def answers(model, tasks, **model_args):
     from lm_eval.tasks._yaml_loader import load_yaml
 
     found = lm_eval.simple_evaluate(
-        model=model, model_args=model_args, tasks=[load_yaml(path, resolve_func=True) for path in tasks], limit=4,
+        model=model, model_args=model_args, tasks=[load_yaml(path, resolve_func=True) for path in tasks], limit=3,
         num_fewshot=0, bootstrap_iters=0, log_samples=True, batch_size=1, device="cpu",
     )  # fmt: skip
     return {
@@ -73,7 +73,7 @@ def test_lossless_matches_the_harness_hf_model_in_text_and_score(pair, tasks):
     target = Path(str(pair.target.config._name_or_path))
     ours = answers("reprieve", tasks, target=pair.target_name, dtype="float32", num_draft_tokens=4)
     theirs = answers("hf", tasks, pretrained=str(target), dtype="float32")
-    assert len(ours) == 12 and ours == theirs, "problem by problem"
+    assert len(ours) == 9 and ours == theirs, "problem by problem"
     assert any(score for _, score in ours.values())
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from reprieve.cli import screen
+from reprieve.certify import procedure
+from reprieve.cli import quickstart, screen
 from reprieve.cli.command import Pipeline
 from reprieve.cli.main import main
 from reprieve.errors import ReprieveError
@@ -17,7 +18,7 @@ from tests.kit.pairs import SMALL
 @pytest.fixture
 def data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    problems = load_task("arithmetic").problems("train", 120)
+    problems = load_task("arithmetic").problems("train", 160)
     rows = [{"question": problem.question, "answer": problem.reference} for problem in problems]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "t.txt").write_text("Question: {question}\nAnswer:")
@@ -63,7 +64,7 @@ def test_a_row_without_a_readable_answer_is_left_out_and_named(data, recwarn):
     data.write_text("\n".join([*data.read_text().splitlines(), row]) + "\n")
     assert main(["quickstart", *SMALL, "--data", str(data), *FLAGS, "--dry-run"]) == 0
     said = [str(item.message) for item in recwarn]
-    named = "line 121: grader number finds no answer in field 'answer', got 'some words'"
+    named = "line 161: grader number finds no answer in field 'answer', got 'some words'"
     assert any("1 rows of" in text and named in text for text in said)
 
 
@@ -123,7 +124,7 @@ def test_a_stage_that_fails_leaves_a_report_and_a_strict_policy(data, capsys, mo
 
 @pytest.mark.slow
 def test_without_enough_problems_it_ends_with_a_report_and_a_strict_policy(data, capsys):
-    small = ["--mine-limit", "10", "--certify-limit", "8", "--workers", "1", "--out", "few"]
+    small = ["--mine-limit", "6", "--certify-limit", "3", "--workers", "1", "--out", "few"]
     assert main(["quickstart", *SMALL, "--data", str(data), *FLAGS, *small]) == 0
     assert "no certificate: the policy decodes losslessly" in capsys.readouterr().err
     assert json.loads((Path("few") / "policy.json").read_text())["default"] == "strict"
@@ -131,19 +132,9 @@ def test_without_enough_problems_it_ends_with_a_report_and_a_strict_policy(data,
 
 
 @pytest.mark.slow
-def test_it_turns_a_file_into_a_certificate_and_resumes_after_interruptions(data, monkeypatch, capsys):
-    rows = [
-        {"question": problem.question, "answer": problem.reference}
-        for problem in load_task("arithmetic").problems("train", 160)
-    ]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    small = ["--mine-limit", "10", "--certify-limit", "10", "--max-drop", "0.9", "--workers", "1"]
-    small += ["--max-growth", "10"]
-    whole = ["quickstart", *SMALL, "--data", str(data), *FLAGS, *small, "--out", "whole"]
-    assert main(whole) == 0
-    said = capsys.readouterr().out
-    assert "loses less than 90 points" in said and "reprieve serve" in said and "--engine vllm" in said
-
+def test_it_turns_a_file_into_a_certificate_despite_interruptions(data, monkeypatch, capsys):
+    monkeypatch.setattr(procedure, "PROBABILITIES", (0.05, 0.3))
+    monkeypatch.setattr(quickstart, "_COMPARED", 2)
     stages = []
     run = Pipeline.run
 
@@ -155,12 +146,11 @@ def test_it_turns_a_file_into_a_certificate_and_resumes_after_interruptions(data
         return status
 
     monkeypatch.setattr(Pipeline, "run", interrupted)
-    stopped = [*whole[:-1], "stopped"]
-    assert [main(stopped) for _ in range(4)] == [130, 130, 130, 0]
-    paths = [next(Path(name).glob("certificates/judge-*.json")) for name in ("whole", "stopped")]
-    certificates = [json.loads(path.read_text()) for path in paths]
-    for certificate in certificates:
-        for part in ("rule", "portable_rule", "statement", "made_with", "sha256"):  # these depend on folders and times
-            del certificate[part]
-    assert certificates[0] == certificates[1]
-    assert (Path("stopped") / "report.html").exists() and json.loads((Path("stopped") / "policy.json").read_text())
+    small = ["--mine-limit", "6", "--certify-limit", "10", "--max-drop", "0.9", "--max-growth", "10"]
+    command = ["quickstart", *SMALL, "--data", str(data), *FLAGS, *small, "--workers", "1", "--out", "out"]
+    assert [main(command) for _ in range(4)] == [130, 130, 130, 0]
+    said = capsys.readouterr().out
+    assert "loses less than 90 points" in said and "reprieve serve" in said and "--engine vllm" in said
+    certificate = json.loads(next(Path("out").glob("certificates/judge-*.json")).read_text())
+    assert certificate["verdict"] in ("confirmed", "consistent") and certificate["calibration"]["limit"] == 10
+    assert (Path("out") / "report.html").exists() and json.loads((Path("out") / "policy.json").read_text())
