@@ -29,7 +29,7 @@ from reprieve.cli.main import main as reprieve
 from reprieve.cli.main import run_command
 from reprieve.engine import DRAFT_ONLY, TARGET_ONLY, Pair, SamplingParams, SpeculativeDecoder, load_pair
 from reprieve.errors import ReprieveError
-from reprieve.heads.arbiter import Arbiter
+from reprieve.heads.classifiers import Arbiter
 from reprieve.heads.loading import attach_heads
 from reprieve.models.arbiter import ArbiterAdvisor, ArbiterModel
 from reprieve.rules import Rule

@@ -25,7 +25,7 @@ from reprieve.cli.command import Command
 from reprieve.cli.main import run_command
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
 from reprieve.errors import SpecError, require_whole
-from reprieve.heads.arbiter import Arbiter
+from reprieve.heads.classifiers import Arbiter
 from reprieve.heads.loading import attach_heads
 from reprieve.mining.target import ResponseFormat
 from reprieve.models.cached_model import eos_token_ids

@@ -22,7 +22,7 @@ from reprieve.cli.main import run_command
 from reprieve.cli.train import report_arbiter
 from reprieve.engine import Pair
 from reprieve.errors import SpecError, import_extra
-from reprieve.heads.arbiter import Arbiter
+from reprieve.heads.classifiers import Arbiter
 from reprieve.heads.files import claim_head
 from reprieve.heads.loading import warn_of_transfer
 from reprieve.heads.settings import ArbiterShape

@@ -21,7 +21,7 @@ from recipes.arbiter.settings import RolloutSettings
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder, load_pair
 from reprieve.engine.pair import start_worker
 from reprieve.errors import ReprieveError, SpecError, require_whole
-from reprieve.heads.arbiter import Arbiter
+from reprieve.heads.classifiers import Arbiter
 from reprieve.heads.settings import ArbiterShape
 from reprieve.models.arbiter import ArbiterAdvisor, ArbiterModel, ArbitrationRound
 from reprieve.rules import Rule, Traits

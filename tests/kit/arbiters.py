@@ -4,7 +4,7 @@ import torch
 
 from reprieve.drafters import DraftModelDrafter
 from reprieve.engine import SpeculativeDecoder
-from reprieve.heads.arbiter import Arbiter
+from reprieve.heads.classifiers import Arbiter
 from reprieve.heads.settings import ArbiterShape
 from reprieve.models.arbiter import ArbiterModel
 from reprieve.models.cached_model import CachedModel

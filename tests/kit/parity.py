@@ -6,15 +6,14 @@ import torch
 
 from recipes.arbiter.reinforce import Reinforcement, reinforce, untrained
 from recipes.arbiter.rollouts import RolloutSettings
-from reprieve.drafters import DraftModelDrafter
-from reprieve.engine import SpeculativeDecoder
 from reprieve.engine.batched import BatchedSpeculativeDecoder
 from reprieve.engine.continuations import ContinuationDecoder
 from reprieve.heads.settings import ArbiterShape
+from reprieve.mining.draft import BlockReader, local_reader
 from reprieve.mining.settings import TraceMining
 from reprieve.mining.target import LocalTarget, ResponseFormat
-from reprieve.mining.traces import ArbitrationMiner, BatchedTracer, DecoderTracer
-from reprieve.rules import LosslessRule
+from reprieve.mining.traces import ArbitrationMiner, BatchedTracer, BlockTracer
+from reprieve.models.sampling import Sampler
 from reprieve.settings import PairSettings, SamplingSettings
 from reprieve.tasks import TaskProblem
 from tests.kit.mining import LastWordTask
@@ -45,12 +44,11 @@ def miner_of(pair, *, temperature=0.0, judge=None, num_rollouts=1, batched=False
     responses = ResponseFormat(pair.tokenizer, ParityTask(), frozenset(), 24)
     target = LocalTarget(ContinuationDecoder(pair.target, num_rows=8, params=settings.params, eos_ids=frozenset()))
 
-    def make_decoder():
-        drafter = DraftModelDrafter(pair.cached_draft(), CPU)
-        rule = LosslessRule(verification="exact")
-        return SpeculativeDecoder(pair.cached_target(), drafter, pair.tokenizer, rule=rule, num_draft_tokens=4)
+    def make_blocks(params):
+        read = local_reader(pair.cached_target())
+        return BlockReader(pair.cached_draft(), read, target.run_blocking, Sampler(params, CPU))
 
-    trace = DecoderTracer(target, make_decoder)
+    trace = BlockTracer(make_blocks, responses, 4)
     if batched:
         trace = BatchedTracer(BatchedSpeculativeDecoder(pair, num_rows=3, num_draft_tokens=4, params=settings.params))
     return ArbitrationMiner(settings, target, trace, responses, judge)

@@ -18,8 +18,7 @@ from transformers import (
 )
 
 from reprieve.drafters.length import RoundLength
-from reprieve.heads.arbiter import Arbiter
-from reprieve.heads.classifiers import Head, JudgeHead, PivotHead, StateArbiter
+from reprieve.heads.classifiers import Arbiter, Head, JudgeHead, PivotHead, StateArbiter
 from reprieve.heads.length import LengthHead
 from reprieve.heads.lts import LtsCalibration
 from reprieve.heads.settings import ArbiterShape, FeatureRecipe

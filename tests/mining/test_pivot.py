@@ -15,6 +15,7 @@ from reprieve.engine.batches import Stepper
 from reprieve.errors import SpecError
 from reprieve.mining import building
 from reprieve.mining.building import build
+from reprieve.mining.draft import BlockReader, local_reader
 from reprieve.mining.pivot import (
     NO_VERDICT,
     UNSOUND,
@@ -30,6 +31,7 @@ from reprieve.mining.settings import PivotMining
 from reprieve.mining.store import LabelStore
 from reprieve.mining.target import Target
 from reprieve.models.cached_model import CachedModel
+from reprieve.models.sampling import Sampler
 from reprieve.settings import PairSettings, PromptSettings, SamplingParams
 from tests.kit.mining import EOS, problem, responses
 from tests.kit.pairs import ARITHMETIC
@@ -151,9 +153,9 @@ def test_accepted_tokens_and_fallbacks_follow_the_targets_distribution(batched, 
         stepper = Stepper(BatchedSpeculativeDecoder(pair, num_rows=100, num_draft_tokens=2, params=params))
         sources = [BatchedSource(stepper, seed) for seed in range(size)]
     else:
-        alone = CandidateSource(
-            CachedModel(target), CachedModel(draft), params, RolloutTarget({}).run_blocking, block_size=2
-        )
+        read, sampler = local_reader(CachedModel(target)), Sampler(params, torch.device("cpu"))
+        blocks = BlockReader(CachedModel(draft), read, RolloutTarget({}).run_blocking, sampler)
+        alone = CandidateSource(blocks, block_size=2)
         sources = [alone] * size
 
     async def ask():

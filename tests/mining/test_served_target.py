@@ -70,8 +70,7 @@ def test_walks_on_servers_equal_local_walks_without_the_targets_weights(bundled_
     settings = PivotMining(num_rollouts=1, alpha=0.0, sampling=sampling, **small(2))  # nothing is a pivot
     _, ours = mined(settings, tmp_path / "local")
     with PairServer(bundled_pair) as server:
-        bench, theirs = mined(dataclasses.replace(settings, engine=on(server)), tmp_path / "served")
-    assert bench.miner.make_source(0).target.model is bench.miner.make_source(0).draft.model  # a stand-in
+        _, theirs = mined(dataclasses.replace(settings, engine=on(server)), tmp_path / "served")
     for one, other in zip(ours, theirs, strict=True):
         assert one.mismatches and one.response_ids == other.response_ids
         walks = [[(item.position, item.draft_id, item.target_id) for item in x.mismatches] for x in (one, other)]

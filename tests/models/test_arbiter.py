@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from reprieve.errors import PairError, ReprieveError, SpecError
-from reprieve.heads.arbiter import Arbiter
+from reprieve.heads.classifiers import Arbiter
 from reprieve.heads.loading import attach_heads, require_heads_fit
 from reprieve.heads.settings import ArbiterShape
 from reprieve.models.arbiter import ArbiterAdvisor, ArbiterModel, ArbitrationRound, Layout, hybrid_mask

@@ -8,7 +8,7 @@ import torch
 from reprieve.drafters import NgramDrafter
 from reprieve.engine import SamplingParams, SpeculativeDecoder
 from reprieve.errors import SpecError
-from reprieve.heads.arbiter import Arbiter
+from reprieve.heads.classifiers import Arbiter
 from reprieve.heads.settings import ArbiterShape
 from reprieve.models.arbiter import ArbiterAdvisor, ArbitrationRound, make_advisor
 from reprieve.models.cached_model import CachedModel

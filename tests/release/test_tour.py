@@ -38,9 +38,7 @@ def test_the_notebook_runs_and_its_head_decodes(tmp_path):
         timeout=850,
     )
     assert done.returncode == 0, done.stderr
-    solved = re.findall(
-        r"^(.+?) +(\d) of 5 solved +([\d.]+) tokens per round +(\d+) rescued$", done.stdout, flags=re.M
-    )
+    solved = re.findall(r"^(.+?) +(\d) of 5 solved +([\d.]+) tokens per round +(\d+) rescued$", done.stdout, flags=re.M)
     assert [name for name, *_ in solved][-2:] == ["lossless", "the new head"]
     rescued = {name: int(number) for name, _, _, number in solved}
     assert rescued["lossless"] == 0 < rescued["margin:delta=3"]

@@ -11,7 +11,7 @@ from recipes.arbiter.rewards import Rewards
 from recipes.arbiter.rollouts import RolloutJob, RolloutPool, RolloutSettings
 from reprieve.engine import Pair, SamplingParams
 from reprieve.errors import PairError, ReprieveError, SpecError
-from reprieve.heads.arbiter import Arbiter
+from reprieve.heads.classifiers import Arbiter
 from reprieve.heads.settings import ArbiterShape
 from reprieve.models.arbiter import ArbiterModel, ArbitrationRound
 from reprieve.rules.arbiter import ArbiterRule

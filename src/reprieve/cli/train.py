@@ -25,8 +25,7 @@ from reprieve.training.settings import (
 
 if TYPE_CHECKING:
     from reprieve.engine import Pair
-    from reprieve.heads.arbiter import Arbiter
-    from reprieve.heads.classifiers import Head
+    from reprieve.heads.classifiers import Arbiter, Head
     from reprieve.mining.store import ProblemLabels
     from reprieve.tasks import TaskProblem
 

@@ -1,27 +1,28 @@
 """Trained classifiers of drafted tokens: a feature recipe, weights and a recommended threshold.
 
-Linear heads of AutoJudge and Judge Decoding, PAD's two-branch MLP, and an arbiter of two linear heads.
+Linear heads of AutoJudge and Judge Decoding, PAD's two-branch MLP, an arbiter of two linear heads, and CoSpec's arbiter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, relu
 
-from reprieve.errors import SpecError, require_range
+from reprieve.errors import SpecError, require_range, require_whole
 from reprieve.heads.artefact import Artefact, register_head
 from reprieve.heads.features import TokenStates, assemble
-from reprieve.heads.settings import FeatureRecipe
-from reprieve.types import Evidence
+from reprieve.heads.settings import ArbiterShape, FeatureRecipe
+from reprieve.settings import MAX_DRAFT_TOKENS
+from reprieve.types import Evidence, Need
 
 LAYERS = ("hidden", "scalars", "fuse", "out")  # of PAD's classifier
 NEUTRAL = 0.5  # risk of an arbiter: the draft's side is as likely to end better as worse
-_SMALLEST = 1e-30  # a sigmoid underflows to 0
+_SMALLEST = 1e-30  # a risk: a sigmoid underflows to 0, which a threshold of 0 would accept
 
 
 @dataclass(frozen=True)
@@ -218,3 +219,63 @@ class StateArbiter(Head):
         """Return (1 + P(worse) - P(better)) / 2 for features [..., F]: [...]; 1/2 if neither is more likely."""
         worse, better = torch.sigmoid(features @ self.tensors["weight"].T + self.tensors["bias"]).unbind(-1)
         return (1 + worse - better) / 2
+
+
+# Values from verification for each drafted token: both models' last states, entropies and probabilities.
+READINGS = FeatureRecipe(states="both", entropy=True, probability=True, draft_scalars=True)
+
+
+@register_head
+@dataclass(frozen=True)
+class Arbiter(Artefact):
+    """Trained arbiter.
+
+    Args:
+        tensors: adapters, separator and head, by name, float32.
+        shape: of the adapters.
+        pair: pair whose decisions it learned; it is built on the draft's weights.
+        task: task it was trained on; use on another task triggers a warning.
+        threshold: the recommended lambda.
+        num_draft_tokens: K it was trained at.
+        training: settings and results of the training.
+    """
+
+    kind: ClassVar[str] = "arbiter"
+    purpose: ClassVar[str] = (
+        "Chooses between the draft's and the target's token at every mismatch (CoSpec): adapters on the draft's own "
+        "weights."
+    )
+
+    tensors: Mapping[str, Tensor]
+    shape: ArbiterShape
+    threshold: float
+    num_draft_tokens: int
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require_range("threshold", self.threshold, 0.0, 1.0)
+        require_whole("num_draft_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
+        self.require_numbers()
+
+    def risk(self, evidence: Evidence) -> Tensor:
+        """Return 1 - pi(accept) of each drafted token, [...], from the advisor's forward."""
+        assert evidence.advice is not None, "an arbiter needs an advisor: reprieve.models.arbiter.make_advisor"
+        risk = 1.0 - evidence.advice
+        return risk.nextafter(torch.full_like(risk, 2.0)).clamp_min(_SMALLEST)  # pi = lambda is refused (Eq. 17)
+
+    def to(self, device: Any) -> Self:
+        """Return itself: the weights move when the network is built on the draft."""
+        return self
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Inputs besides the tokens of a round."""
+        return READINGS.needs if self.shape.num_readings else frozenset()
+
+    @property
+    def reads_draft(self) -> bool:
+        return True
+
+    def facts(self) -> dict[str, str]:
+        facts = {"recommended lambda": f"{self.threshold:g}", "K": str(self.num_draft_tokens)}
+        return facts | ({"reads": READINGS.name} if self.shape.num_readings else {})

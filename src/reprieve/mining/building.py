@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from reprieve.backends.deployers import TARGET, Deployer, ServerPlan, fields_of,
 from reprieve.backends.servers import Running
 from reprieve.drafters import DRAFTERS
 from reprieve.drafters.eagle3 import EagleSettings
-from reprieve.engine import Pair
+from reprieve.engine import Pair, SamplingParams
 from reprieve.engine.batched import BatchedSpeculativeDecoder, Request
 from reprieve.engine.batches import Stepper
 from reprieve.engine.continuations import ContinuationDecoder
@@ -22,7 +21,7 @@ from reprieve.engine.pair import load_configured
 from reprieve.errors import SpecError
 from reprieve.identity import PairIdentity
 from reprieve.mining.autojudge import AutoJudgeMiner
-from reprieve.mining.draft import BatchedDraft, Draft, DraftReader, EagleModel
+from reprieve.mining.draft import BatchedDraft, BlockReader, Draft, DraftReader, EagleModel, local_reader
 from reprieve.mining.pivot import (
     PIVOT_BLOCK,
     TURNS,
@@ -33,12 +32,12 @@ from reprieve.mining.pivot import (
     Step,
     make_soundness,
 )
-from reprieve.mining.served_target import Read, ServedModel, ServedTarget
+from reprieve.mining.served_target import ServedTarget
 from reprieve.mining.settings import AutoJudgeMining, MiningSettings, PivotMining, TraceMining
 from reprieve.mining.store import API_WEIGHTS, ProblemLabels
 from reprieve.mining.target import ApiTarget, LocalTarget, ResponseFormat, Target
-from reprieve.mining.traces import LABELS_VERSION, ArbitrationMiner, BatchedTracer, DecoderTracer, Tracer
-from reprieve.models.cached_model import CachedModel, HiddenLayers, eos_token_ids
+from reprieve.mining.traces import LABELS_VERSION, ArbitrationMiner, BatchedTracer, BlockTracer, Tracer
+from reprieve.models.cached_model import eos_token_ids
 from reprieve.models.eagle3 import EagleHead
 from reprieve.models.sampling import DRAWS_VERSION, GumbelNoise, Sampler
 from reprieve.models.stored import stored_generation, stored_identity
@@ -116,19 +115,6 @@ class TargetServers:
         return cls(deployer.start(ServerPlan(TARGET), announce), deployer, identity, tokenizer)
 
 
-@dataclass(frozen=True)
-class ServedPair(Pair):
-    """Pair whose target is elsewhere: locally, the draft stands in for it, and `read` queries the servers."""
-
-    read: Read | None = None
-    num_candidates: int = 1
-
-    def cached_target(self, hidden_layers: HiddenLayers = ()) -> CachedModel:
-        """Return a `ServedModel` of the target, with its own state."""
-        assert self.read is not None and not hidden_layers
-        return ServedModel(self.read, self.target, vocab_size=self.vocab_size, num_candidates=self.num_candidates)
-
-
 def _load(settings: MiningSettings, served: TargetServers | None) -> Pair:
     """Load the pair; for a target on servers or behind an API, load only the draft, which fills both roles.
 
@@ -149,7 +135,7 @@ def _load(settings: MiningSettings, served: TargetServers | None) -> Pair:
     tokenizer = alone.tokenizer
     if served is not None:
         tokenizer, draft.generation_config = served.tokenizer, stored_generation(names.target)
-    return ServedPair(draft, draft, tokenizer, names.target, draft_name)
+    return Pair(draft, draft, tokenizer, names.target, draft_name)
 
 
 def _api_url(settings: MiningSettings) -> str | None:
@@ -158,8 +144,6 @@ def _api_url(settings: MiningSettings) -> str | None:
 
 def _make_miner(settings: MiningSettings, pair: Pair, responses: ResponseFormat, served: TargetServers | None) -> Miner:
     target = _make_target(settings, pair, responses, served)
-    if isinstance(target, ServedTarget) and isinstance(pair, ServedPair):
-        pair = dataclasses.replace(pair, read=target.read, num_candidates=settings.num_candidates)
     judge = make_chat(settings.judge) if settings.judge else None
     if isinstance(settings, AutoJudgeMining):
         make_draft = _make_draft(settings, pair, together=served is not None and _on_accelerator(pair))
@@ -175,9 +159,7 @@ def _make_miner(settings: MiningSettings, pair: Pair, responses: ResponseFormat,
             _batched_decoder(settings, pair, num_draft_tokens=settings.num_draft_tokens, stop=stop)
         )
     else:
-        rule = "lossless:verification=exact"
-        make_decoder = functools.partial(pair.decoder, rule, num_draft_tokens=settings.num_draft_tokens)
-        trace = DecoderTracer(target, make_decoder)
+        trace = BlockTracer(_block_maker(pair, target), responses, settings.num_draft_tokens)
     return ArbitrationMiner(settings, target, trace, responses, judge)
 
 
@@ -197,11 +179,18 @@ def _make_source(settings: PivotMining, pair: Pair, target: Target, *, together:
         stepper: Stepper[Request, Step] = Stepper(decoder, turns=TURNS)
         return lambda seed: BatchedSource(stepper, seed)
 
-    def make_source(seed: int) -> Source:
-        params = dataclasses.replace(settings.params, seed=seed)
-        return CandidateSource(pair.cached_target(), pair.cached_draft(), params, target.run_blocking)
+    make_blocks = _block_maker(pair, target)
+    return lambda seed: CandidateSource(make_blocks(dataclasses.replace(settings.params, seed=seed)))
 
-    return make_source
+
+def _block_maker(pair: Pair, target: Target) -> Callable[[SamplingParams], BlockReader]:
+    """Return the function that makes a problem's reader of drafted blocks."""
+
+    def make(params: SamplingParams) -> BlockReader:
+        read = target.read if isinstance(target, ServedTarget) else local_reader(pair.cached_target())
+        return BlockReader(pair.cached_draft(), read, target.run_blocking, Sampler(params, pair.device))
+
+    return make
 
 
 def _batched_decoder(
@@ -221,6 +210,8 @@ def _make_target(
             lambda: Client(served.running, served.deployer.settings),
             settings.params,
             responses,
+            pair,
+            num_candidates=settings.num_candidates,
             extra=fields_of(LosslessRule(), served.running.facts.rules),
         )
     if isinstance(settings, AutoJudgeMining) and settings.api_url is not None:

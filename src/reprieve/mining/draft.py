@@ -1,12 +1,12 @@
-"""Draft reader for miners: the draft's own token at every position of a response."""
+"""Reading models for miners: the draft's own token at every position of a response, and blocks of drafted tokens."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -199,3 +199,51 @@ class BatchedDraft(Draft):
 
 def _differing(response: list[int], predicted: list[int], start: int) -> list[tuple[int, int]]:
     return [(at, predicted[at]) for at in range(start, len(response)) if response[at] != predicted[at]]
+
+
+ReadBlock = Callable[[list[int], list[int]], Awaitable[Tensor]]  # a text, and n tokens after it: to logits [n + 1, V]
+
+
+class BlockReader:
+    """Drafts tokens after a text of one problem, and reads the target's logits after the text and each of them.
+
+    Args:
+        draft: model with its own cache.
+        read: reads the target.
+        run_blocking: runs the drafting (`Target.run_blocking`).
+        sampler: of the problem.
+    """
+
+    def __init__(
+        self, draft: CachedModel, read: ReadBlock, run_blocking: Callable[..., Awaitable[Any]], sampler: Sampler
+    ) -> None:
+        self.read = read
+        self.sampler = sampler
+        self._draft, self._run_blocking = draft, run_blocking
+
+    async def draft(self, text: list[int], size: int) -> tuple[list[int], list[Tensor]]:
+        """Return drafted tokens and the logits [V] that each was drawn from."""
+        drafted: tuple[list[int], list[Tensor]] = await self._run_blocking(lambda: self._drafted(text, size))
+        return drafted
+
+    @torch.inference_mode()
+    def _drafted(self, text: list[int], size: int) -> tuple[list[int], list[Tensor]]:
+        drafted: list[int] = []
+        rows: list[Tensor] = []
+        self._draft.start(text[:-1], reuse_prefix=True)
+        for _ in range(size):
+            logits, _ = self._draft.forward([drafted[-1] if drafted else text[-1]])
+            rows.append(logits[-1].to(self.sampler.generator.device))
+            drafted.append(int(self.sampler.draft_token(rows[-1][None])))
+        return drafted, rows
+
+
+def local_reader(target: CachedModel) -> ReadBlock:
+    """Return a reader of a target on this machine, with its own cache."""
+
+    async def read(text: list[int], tokens: list[int]) -> Tensor:
+        with torch.inference_mode():
+            target.start(text[:-1], reuse_prefix=True)
+            return target.forward([text[-1], *tokens])[0]
+
+    return read

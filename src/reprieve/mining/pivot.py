@@ -17,14 +17,13 @@ from reprieve.concurrency import gather_all
 from reprieve.engine.batched import Request, VerifiedRound
 from reprieve.engine.batches import Stepper
 from reprieve.files import parse_json
+from reprieve.mining.draft import BlockReader
 from reprieve.mining.settings import PivotMining
 from reprieve.mining.store import MINED, Mismatch, ProblemLabels
 from reprieve.mining.target import ResponseFormat, ResponseSampler, Target
-from reprieve.models.cached_model import CachedModel
-from reprieve.models.sampling import Draw, Sampler, UniformDraw
+from reprieve.models.sampling import Draw, UniformDraw
 from reprieve.rules import LosslessRule
 from reprieve.rules.lossless import SampledCheck, residual_probs
-from reprieve.settings import SamplingParams
 from reprieve.tasks import TaskProblem
 from reprieve.tasks.chat import Chat, ask_until, make_chat
 from reprieve.types import Generation, gather_token
@@ -52,43 +51,25 @@ class CandidateSource:
     """Walks one problem's response by speculative sampling and stops at every rejected token; a `Source`.
 
     Args:
-        target, draft: models with their own caches.
-        run_blocking: runs what reads the target (`Target.run_blocking`).
         block_size: drafted tokens per verification.
     """
 
-    def __init__(
-        self,
-        target: CachedModel,
-        draft: CachedModel,
-        params: SamplingParams,
-        run_blocking: Callable[[Callable[[], Step]], Awaitable[Step]],
-        *,
-        block_size: int = PIVOT_BLOCK,
-    ) -> None:
-        self.target = target
-        self.draft = draft
-        self._run_blocking = run_blocking
-        self.sampler = Sampler(params, target.device)
+    def __init__(self, blocks: BlockReader, *, block_size: int = PIVOT_BLOCK) -> None:
+        self.blocks = blocks
         self.block_size = block_size
 
     async def __call__(self, prompt_ids: list[int], response_ids: list[int], num_left: int) -> Step:
         """Return the next accepted tokens of the response, and the rejected token that ended them, if any."""
-        return await self._run_blocking(lambda: self._next(prompt_ids, response_ids, num_left))
-
-    @torch.inference_mode()
-    def _next(self, prompt_ids: list[int], response_ids: list[int], num_left: int) -> Step:
-        text = [*prompt_ids, *response_ids]
-        drafted, draft_logits = self._draft(text, min(self.block_size, num_left))
-        self.target.start(text[:-1], reuse_prefix=True)
-        logits, _ = self.target.forward([text[-1], *drafted[:-1]])
-        token_ids = torch.tensor(drafted, device=self.target.device)
-        proposal = None if self.sampler.draft_greedy else self.sampler.draft_scores(draft_logits).softmax(-1)
+        text, sampler = [*prompt_ids, *response_ids], self.blocks.sampler
+        drafted, draft_logits = await self.blocks.draft(text, min(self.block_size, num_left))
+        logits = await self.blocks.read(text, drafted[:-1])
+        token_ids = torch.tensor(drafted, device=logits.device)
+        proposal = None if sampler.draft_greedy else sampler.draft_scores(torch.stack(draft_logits)).softmax(-1)
         check = SampledCheck(
-            self.sampler.target_scores(logits),
+            sampler.target_scores(logits),
             token_ids,
             slice(None),
-            uniforms=self.sampler.uniforms(len(drafted)),
+            uniforms=sampler.uniforms(len(drafted)),
             proposal_probs=None if proposal is None else gather_token(proposal, token_ids),
         )
         rejected = next((i for i, accepted in enumerate(check.accepts.tolist()) if not accepted), None)
@@ -96,18 +77,7 @@ class CandidateSource:
             return drafted, None
         proposed = None if proposal is None else proposal[rejected]
         residual = residual_probs(check.probs[rejected], proposed, token_ids[rejected])
-        return drafted[:rejected], Candidate(drafted[rejected], int(self.sampler.draw(residual[None])))
-
-    def _draft(self, text: list[int], size: int) -> tuple[list[int], torch.Tensor]:
-        """Return drafted tokens and the logits [size, V] that each was drawn from."""
-        self.draft.start(text[:-1], reuse_prefix=True)
-        drafted: list[int] = []
-        rows = []
-        for _ in range(size):
-            logits, _ = self.draft.forward([drafted[-1] if drafted else text[-1]])
-            rows.append(logits[-1].to(self.target.device))
-            drafted.append(int(self.sampler.draft_token(rows[-1][None])))
-        return drafted, torch.stack(rows)
+        return drafted[:rejected], Candidate(drafted[rejected], int(sampler.draw(residual[None])))
 
 
 class BatchedSource:

@@ -20,7 +20,7 @@ class MiningSettings(ProblemSettings):
 
     Args:
         seed: Same seed, same labels.
-        num_in_flight: Number of problems mined concurrently. Default: 16 (pivot 4), or 256 (pivot 64) on servers.
+        num_in_flight: Number of problems mined concurrently. Default: 16 (pivot 4); on servers 256 (autojudge) or 64.
     """
 
     miner: ClassVar[str]
@@ -192,6 +192,7 @@ class TraceMining(MiningSettings):
     """
 
     miner: ClassVar[str] = "arbitration"
+    usual_on_servers: ClassVar[int] = 64  # each keeps a draft cache
     own: ClassVar[tuple[str, ...]] = (
         "num_draft_tokens", "max_mismatches", "num_rollouts", "greedy_branches", "tie", "judge",
     )  # fmt: skip

@@ -56,13 +56,14 @@ class Mismatch:
 class TracedRound:
     """One round of plain speculative decoding, with the values of the mismatches in its block (CoSpec, appendix C.1).
 
-    All lists have one entry per drafted token. Labels and utilities are None for matches and unevaluated mismatches.
+    All lists have one entry per drafted token; those of labels and utilities are empty before labelling, and None for
+    matches and unevaluated mismatches.
     """
 
     start: int  # tokens of the response before it
     draft_ids: tuple[int, ...]
     target_ids: tuple[int, ...]  # the target's own token at each position
-    labels: tuple[float | None, ...]  # soft label for accepting the draft's token, 0 to 1
+    labels: tuple[float | None, ...] = ()  # soft label for accepting the draft's token, 0 to 1
     draft_utilities: tuple[float | None, ...] = ()  # of continuing with the draft's token
     target_utilities: tuple[float | None, ...] = ()
 

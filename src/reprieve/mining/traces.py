@@ -7,20 +7,20 @@ from rollouts of both branches graded against the right answer.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
-import threading
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from reprieve.concurrency import gather_all
-from reprieve.engine import SamplingParams, SpeculativeDecoder
+from reprieve.engine import SamplingParams
 from reprieve.engine.batched import BatchedSpeculativeDecoder, Request, VerifiedRound
 from reprieve.engine.batches import Stepper
+from reprieve.mining.draft import BlockReader
 from reprieve.mining.pivot import seeded_draw
 from reprieve.mining.settings import TraceMining
 from reprieve.mining.store import MINED, Mismatch, ProblemLabels, TracedRound
 from reprieve.mining.target import ResponseFormat, ResponseSampler, Target
+from reprieve.models.cached_model import shared_length
 from reprieve.rules import LosslessRule
 from reprieve.tasks import TaskProblem
 from reprieve.tasks.chat import Chat, ask_until
@@ -55,46 +55,41 @@ def soft_label(draft_utility: float, target_utility: float, *, tie: float) -> fl
     return tie + difference * (1.0 - tie if difference > 0 else tie)
 
 
-@dataclass(frozen=True)
-class TracedResponse:
-    """Response by plain speculative decoding, and its rounds with drafted tokens, without labels."""
-
-    response_ids: list[int]
-    rounds: list[TracedRound]
+Traced = tuple[list[int], list[TracedRound]]  # response, and its rounds with drafted tokens, without labels
+Tracer = Callable[[list[int], SamplingParams], Awaitable[Traced]]  # given a prompt
 
 
-Tracer = Callable[[list[int], SamplingParams], Awaitable[TracedResponse]]  # given a prompt
-
-
-class DecoderTracer:
-    """Traces one prompt at a time, as a `Tracer`.
+class BlockTracer:
+    """Traces plain speculative rounds, which compare drafted tokens with the target's own draws, as a `Tracer`.
 
     Args:
-        target: whose thread runs the decoder.
-        make_decoder: makes a plain speculative decoder (`lossless:verification=exact`) with the settings' K.
+        make_blocks: makes the reader of one prompt's blocks.
+        num_draft_tokens: K.
     """
 
-    def __init__(self, target: Target, make_decoder: Callable[[], SpeculativeDecoder]) -> None:
-        self._target = target
-        self._make_decoder = make_decoder
-        self._decoders = threading.local()
+    def __init__(
+        self, make_blocks: Callable[[SamplingParams], BlockReader], responses: ResponseFormat, num_draft_tokens: int
+    ) -> None:
+        self._make_blocks = make_blocks
+        self._responses = responses
+        self._num_draft_tokens = num_draft_tokens
 
-    async def __call__(self, prompt_ids: list[int], params: SamplingParams) -> TracedResponse:
+    async def __call__(self, prompt_ids: list[int], params: SamplingParams) -> Traced:
         """Return the rounds of one response."""
-        return await self._target.run_blocking(lambda: self._trace(prompt_ids, params))
-
-    def _trace(self, prompt_ids: list[int], params: SamplingParams) -> TracedResponse:
-        if not hasattr(self._decoders, "decoder"):  # each thread has its own, because decoders have caches
-            self._decoders.decoder = self._make_decoder()
-        generation: Generation = self._decoders.decoder.generate(prompt_ids, params, trace=True)
-        assert generation.trace is not None
-        starts = itertools.accumulate((len(traced.committed) for traced in generation.trace), initial=0)
-        rounds = [
-            unlabelled(start, traced.drafted_ids, traced.target_ids)
-            for start, traced in zip(starts, generation.trace, strict=False)
-            if traced.drafted_ids
-        ]
-        return TracedResponse(generation.token_ids, rounds)
+        blocks = self._make_blocks(params)
+        response_ids: list[int] = []
+        rounds: list[TracedRound] = []
+        while (num_left := self._responses.num_left(response_ids)) > 0:
+            text = [*prompt_ids, *response_ids]
+            drafted, _ = await blocks.draft(text, min(self._num_draft_tokens, num_left - 1))
+            scores = blocks.sampler.target_scores(await blocks.read(text, drafted))
+            own = (scores.argmax(-1) if params.greedy else blocks.sampler.draw(scores.softmax(-1))).tolist()
+            if drafted:
+                rounds.append(TracedRound(len(response_ids), tuple(drafted), tuple(own[:-1])))
+            new = own[: shared_length(drafted, own) + 1]  # accepted tokens are the target's own
+            end = self._responses.length_of([*response_ids, *new], start=len(response_ids))
+            response_ids = [*response_ids, *new][:end]
+        return response_ids, rounds
 
 
 class BatchedTracer:
@@ -105,33 +100,28 @@ class BatchedTracer:
     """
 
     def __init__(self, decoder: BatchedSpeculativeDecoder) -> None:
-        self._stepper: Stepper[Request, TracedResponse] = Stepper(decoder)
+        self._stepper: Stepper[Request, Traced] = Stepper(decoder)
 
-    async def __call__(self, prompt_ids: list[int], params: SamplingParams) -> TracedResponse:
+    async def __call__(self, prompt_ids: list[int], params: SamplingParams) -> Traced:
         """Return the rounds of one response."""
 
-        def request(finish: Callable[[TracedResponse], None]) -> Request:
+        def request(finish: Callable[[Traced], None]) -> Request:
             rounds: list[TracedRound] = []
             length = 0
 
             def watch(verified: VerifiedRound) -> bool:
                 nonlocal length
                 if verified.draft_ids:
-                    rounds.append(unlabelled(length, verified.draft_ids, verified.target_ids))
+                    rounds.append(TracedRound(length, tuple(verified.draft_ids), tuple(verified.target_ids)))
                 length += len(verified.tokens)
                 return True
 
             def done(generation: Generation) -> None:
-                finish(TracedResponse(generation.token_ids, rounds))
+                finish((generation.token_ids, rounds))
 
             return Request(prompt_ids, LosslessRule(), params.max_new_tokens, done, watch, params.seed)
 
         return await self._stepper.result(request)
-
-
-def unlabelled(start: int, draft_ids: Sequence[int], target_ids: Sequence[int]) -> TracedRound:
-    """Return a round without labels."""
-    return TracedRound(start, tuple(draft_ids), tuple(target_ids), (None,) * len(draft_ids))
 
 
 @dataclass(frozen=True)
@@ -162,18 +152,18 @@ class ArbitrationMiner:
             stop=tuple(self.responses.task.stop),
         )
         prompt_ids = self.responses.encode_prompt(problem)
-        traced = await self.trace(prompt_ids, params)
-        branches = _Branches(self, problem, traced.response_ids)
-        rounds = await gather_all(branches.label(one) for one in traced.rounds)
+        response_ids, traced = await self.trace(prompt_ids, params)
+        branches = _Branches(self, problem, response_ids)
+        rounds = await gather_all(branches.label(one) for one in traced)
         return ProblemLabels(
             problem_id=problem.problem_id,
             status=MINED,
             prompt_ids=tuple(prompt_ids),
             target_ids=(),
-            response_ids=tuple(traced.response_ids),
-            target_answer=self.responses.answer(traced.response_ids),
+            response_ids=tuple(response_ids),
+            target_answer=self.responses.answer(response_ids),
             mismatches=tuple(_reached(rounds)),
-            num_generated=branches.texts.num_generated + len(traced.response_ids),
+            num_generated=branches.texts.num_generated + len(response_ids),
             source="arbitration",
             rounds=tuple(rounds),
         )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from reprieve.errors import SpecError, import_extra
-from reprieve.heads.arbiter import READINGS, Arbiter
+from reprieve.heads.classifiers import READINGS, Arbiter
 from reprieve.heads.features import TokenStates, assemble
 from reprieve.heads.settings import ArbiterShape
 from reprieve.models.attention import additive, layer_windows, masks_by_layer, without_cudnn

@@ -18,7 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from reprieve.engine import Pair
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.heads.arbiter import READINGS, Arbiter
+from reprieve.heads.classifiers import READINGS, Arbiter
 from reprieve.heads.features import TokenStates, assemble, distribution_scalars
 from reprieve.identity import digest
 from reprieve.mining.store import LabelStore, ProblemLabels
