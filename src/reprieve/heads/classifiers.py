@@ -1,6 +1,6 @@
 """Trained classifiers of drafted tokens: a feature recipe, weights and a recommended threshold.
 
-Linear heads of AutoJudge and Judge Decoding, PAD's two-branch MLP, an arbiter of two linear heads, and CoSpec's arbiter.
+Linear heads of AutoJudge and Judge Decoding, PAD's two-branch MLP, an arbiter of two linear heads, and CoSpec's.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class ArbiterShape:
         scale: Alpha of the LoRA adapters.
         dropout: Dropout on the adapters' input during the warm-up.
         hybrid: Bidirectional attention between drafted and target tokens; without it, causal (the paper's Table 8).
-        num_readings: size of the values added for each drafted token (`reprieve.heads.classifiers.READINGS`); 0 for none.
+        num_readings: size of the values added for each drafted token (`heads.classifiers.READINGS`); 0 for none.
         seed: Random seed of the initial weights.
     """
 
