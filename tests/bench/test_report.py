@@ -145,6 +145,11 @@ def test_folders_without_results_are_refused(folder, tmp_path, capsys):
         (tmp_path / "results.json").write_text(json.dumps(damaged))
         with pytest.raises(ReprieveError, match=message):
             write_report([tmp_path], tmp_path / "r.html")
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    for damaged in ([], {}):
+        (tmp_path / "judged.json").write_text(json.dumps(damaged))
+        with pytest.raises(ReprieveError, match=r"judged.json' must be an object of schema 1"):
+            write_report([tmp_path], tmp_path / "r.html")
     (tmp_path / "results.json").unlink()
     assert main(["report", str(tmp_path / "none"), "--out", str(tmp_path / "r.html")]) == 1
     assert "neither a run" in capsys.readouterr().err

@@ -42,6 +42,8 @@ def write_report(folders: Sequence[Path], path: Path, *, title: str = "") -> Pat
         certificates += its_certificates
         if (folder / "judged.json").is_file():
             judged.append(read_json(folder / "judged.json", "the verdicts"))
+            if not isinstance(judged[-1], dict) or judged[-1].get("schema") != 1:
+                raise ReprieveError(f"{str(folder / 'judged.json')!r} must be an object of schema 1")
         if results is None and not its_certificates:
             raise ReprieveError(f"{str(folder)!r} holds neither a run (results.json) nor a certificate")
     if not folders:

@@ -212,6 +212,7 @@ class Quickstart(Command):
             replace_file(path, json.dumps(started, indent=2) + "\n")
             return
         before = read_json(path, "the run's settings")
+        before = before if isinstance(before, dict) else {}
         if (key := first_difference(started, before)) is not None:
             what = f"{key} = {before.get(key)!r} instead of {started.get(key)!r}"
             what = f"other contents of {key}" if key in digests else what
