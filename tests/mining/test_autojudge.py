@@ -21,7 +21,7 @@ from reprieve.mining.settings import AutoJudgeMining, PivotMining
 from reprieve.mining.store import MINED, NO_ANSWER, LabelStore
 from reprieve.models.cached_model import CachedModel
 from reprieve.models.sampling import GumbelNoise, Sampler, UniformDraw, _gumbel, choose, gumbel_choice
-from reprieve.settings import PairSettings, SamplingParams, SamplingSettings
+from reprieve.settings import PairSettings, PromptSettings, SamplingParams, SamplingSettings
 from reprieve.tasks import load_task
 from tests.kit.mining import EOS, miner, problem
 from tests.kit.tiny import ARCHITECTURES, NumberTokenizer, tiny_model
@@ -409,7 +409,7 @@ def test_a_draft_that_answers_differently_leaves_an_important_token(bundled, bun
 @pytest.mark.slow
 def test_labels_do_not_depend_on_how_many_problems_are_in_flight(bundled):
     _, _, found = bundled
-    again = build(AutoJudgeMining(limit=2, num_in_flight=1, **OURS))
+    again = build(AutoJudgeMining(limit=1, num_in_flight=1, **OURS))
     for item, before in zip(again.problems, found, strict=False):
         assert labels(asyncio.run(again.miner.mine(item))) == labels(before)
 
@@ -418,7 +418,9 @@ def test_labels_do_not_depend_on_how_many_problems_are_in_flight(bundled):
 def test_sampled_mining_is_repeatable_and_depends_on_the_seed():
     def once(seed):
         sampling = SamplingSettings(temperature=0.8, top_p=0.95)
-        config = AutoJudgeMining(limit=1, sampling=sampling, seed=seed, **OURS)
+        config = AutoJudgeMining(
+            limit=1, sampling=sampling, seed=seed, prompt=PromptSettings(max_new_tokens=60), **OURS
+        )
         bench = build(config)
         return asyncio.run(bench.miner.mine(bench.problems[0]))
 

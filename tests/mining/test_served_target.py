@@ -42,7 +42,7 @@ def on(server):
 
 @pytest.mark.slow
 def test_labels_equal_the_local_engines(bundled_pair, tmp_path):
-    settings = AutoJudgeMining(limit=2, task="arithmetic", pair=PAIR)
+    settings = AutoJudgeMining(limit=1, task="arithmetic", pair=PAIR)
     _, ours = mined(settings, tmp_path / "local")
     with PairServer(bundled_pair) as server:
         bench, theirs = mined(dataclasses.replace(settings, engine=on(server)), tmp_path / "served")
