@@ -85,7 +85,7 @@ def test_trying_every_threshold_would_break_the_promise():
 
 
 def test_the_walk_ends_at_the_first_failure():
-    outcomes = {0.1: 0, 0.2: 2, 0.3: 20, 0.4: 0}
+    outcomes = {0.1: 0, 0.2: 0, 0.3: 20, 0.4: 0}
 
     def measure(threshold):
         spoiled = np.arange(400) < outcomes[threshold]
