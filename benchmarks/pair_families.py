@@ -41,7 +41,7 @@ def of_each_family(
             drawn = [draw_problem(split, index, contents=contents) for index in range(num)]
             if size == "round":
                 drawn = [problem for problem in drawn if len(problem.steps) > 1]
-            yield family, size, list(drawn)
+            yield family, size, [*drawn]
 
 
 def worded(parser: argparse.ArgumentParser, name: str) -> ArithmeticTask:

@@ -41,14 +41,14 @@ def test_without_the_package_its_rule_is_unknown(capsys):
 def test_its_rule_and_task_run_in_worker_processes(environment, tmp_path):
     done = reprieve(
         environment,
-        *("bench", "--arm", "surprisal:bits=6", "--task", "coins", "--limit", "2", "--workers", "2"),
+        *("bench", "--arm", "surprisal:bits=6", "--task", "coins", "--limit", "3", "--workers", "2"),
         *("--skip", "target_only", "--skip", "draft_only", "--num-draft-tokens", "6", "--out", str(tmp_path / "run")),
     )
     assert done.returncode == 0, done.stderr
     document = json.loads((tmp_path / "run" / "results.json").read_text())
     assert document["config"]["task"] == "coins"
     arm = document["arms"][-1]
-    assert arm["spec"] == "surprisal:bits=6" and arm["num_problems"] == 2 and arm["num_rescued"] > 0
+    assert arm["spec"] == "surprisal:bits=6" and arm["num_problems"] == 3 and arm["num_rescued"] > 0
     assert arm["accuracy"] > 0
 
 

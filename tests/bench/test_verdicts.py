@@ -11,7 +11,7 @@ from reprieve.bench.arms import make_arms
 from reprieve.bench.engine import RunConfig
 from reprieve.bench.settings import VerdictSettings
 from reprieve.bench.verdicts import Verdict, judge_run, summarise_verdicts
-from reprieve.errors import ReprieveError
+from reprieve.errors import ReprieveError, SpecError
 from reprieve.files import read_records
 from reprieve.stats import wilson_interval
 from tests.bench.toys import TwoTurns, run_arms, settings
@@ -58,6 +58,8 @@ def test_a_judges_position_bias_cancels_out(pair, tmp_path):
         asked = chat.num_asked
         judged(replace(judging, **change))
         assert chat.num_asked > asked, change
+    with pytest.raises(SpecError, match="baseline must be an arm with answers"):
+        judged(replace(judging, baseline="nothing"))
 
 
 def a_verdict(problem, trial, score):

@@ -38,7 +38,8 @@ def test_a_certificate_states_its_promise_and_can_be_used_as_an_arm(pair, tmp_pa
     made = Certificate.load(outcome.path)
     assert made == outcome.certificate
     assert [(step.threshold, step.evidence.passed) for step in outcome.steps] == [(0.5, True), (2.0, True)]
-    assert made.threshold == 2.0
+    assert made.threshold == 2.0 and made.promise["loss"] == "net_drop"
+    assert outcome.path.name.startswith("margin-net_drop-")
     assert f"{made.held_out['num_problems']} held-out problems" in made.statement
     assert made.held_out["offset"] == 12 and made.conditions.num_draft_tokens == 4
     arm = make_arms([f"certified:{outcome.path}"], [16])[-1]
@@ -70,6 +71,19 @@ def test_no_certificate_without_proof_and_the_walk_resumes(pair, tmp_path):
     lines = (tmp_path / "calibration" / "problems.jsonl").read_text().splitlines()
     certify(plan(promise=Promise(0.01)), LocalEngine(pair), ToyTask(), tmp_path, command="c")
     assert (tmp_path / "calibration" / "problems.jsonl").read_text().splitlines() == lines
+
+
+def test_an_interrupted_certification_ends_like_an_uninterrupted_one(pair, tmp_path):
+    def stop(done, total):
+        if done == 5:
+            raise KeyboardInterrupt
+
+    whole = certify(plan(), LocalEngine(pair), ToyTask(), tmp_path / "whole", command="c")
+    with contextlib.suppress(KeyboardInterrupt):
+        assert certify(plan(), LocalEngine(pair), ToyTask(), tmp_path / "cut", command="c", progress=stop) is None
+    assert (tmp_path / "cut" / "calibration" / "problems.jsonl").is_file()
+    resumed = certify(plan(), LocalEngine(pair), ToyTask(), tmp_path / "cut", command="c")
+    assert resumed.steps == whole.steps and resumed.certificate.held_out == whole.certificate.held_out
 
 
 def test_trying_thresholds_until_one_passes_is_refused(pair, tmp_path):

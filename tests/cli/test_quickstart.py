@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from reprieve.certify import procedure
 from reprieve.cli import quickstart, screen
 from reprieve.cli.command import Pipeline
 from reprieve.cli.main import main
@@ -134,7 +133,7 @@ def test_without_enough_problems_nothing_is_certified_and_the_policy_is_strict(d
 
 @pytest.mark.slow
 def test_it_turns_a_file_into_a_certificate_despite_interruptions(data, monkeypatch, capsys):
-    monkeypatch.setattr(procedure, "PROBABILITIES", (0.05, 0.3))
+    monkeypatch.setattr(quickstart, "_THRESHOLDS", (0.05, 0.4))
     monkeypatch.setattr(quickstart, "_COMPARED", 2)
     stages = []
     run = Pipeline.run

@@ -60,6 +60,16 @@ def test_large_bodies_are_refused_with_a_short_message(fields, named):
             "messages.0.role must be 'system', 'developer', 'user' or 'assistant', got \"tool\"",
         ),
         (ChatBody, {"messages": [USER], "chat_template_kwargs": 1}, "chat_template_kwargs must be an object, got 1"),
+        (
+            ChatBody,
+            {"messages": [USER], "chat_template_kwargs": {"foo": 1}},
+            "chat_template_kwargs.foo is not a field of this request",
+        ),
+        (
+            ChatBody,
+            {"messages": [USER], "chat_template_kwargs": {"enable_thinking": "yes"}},
+            'chat_template_kwargs.enable_thinking must be true or false, got "yes"',
+        ),
     ],
 )
 def test_a_field_that_is_refused_is_named_with_its_value(kind, fields, message):

@@ -288,7 +288,8 @@ def test_models_health_and_offer(port, client):
 
 def test_an_api_key_guards_the_api_and_not_the_health_check(pair, prompt):
     with serving(pair, settings={"api_key": "sesame"}) as port:
-        assert post(port, {"prompt": prompt})[0] == 401
+        status, body = post(port, {"prompt": prompt})
+        assert (status, body["error"]["type"], body["error"]["code"]) == (401, "authentication_error", 401)
         for header in ("Bearer wrong", "sesame", "Basic sesame"):
             assert post(port, {"prompt": prompt}, headers={"Authorization": header})[0] == 401
         asked = {"prompt": prompt, "max_tokens": 2}
@@ -363,6 +364,7 @@ def test_a_full_queue_is_429_and_clients_that_leave_free_it(pair, prompt):
         wait_for(lambda: busy(port) == (True, 2))
         status, body = post(port, {"prompt": prompt, "max_tokens": 2})
         assert status == 429 and "waiting" in body["error"]["message"]
+        assert (body["error"]["type"], body["error"]["code"]) == ("rate_limit_error", 429)
         for connection in held:
             connection.close()
         wait_for(lambda: busy(port) == (False, 0), 120)

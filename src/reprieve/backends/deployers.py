@@ -24,7 +24,7 @@ from reprieve.settings import PairSettings
 from reprieve.types import Need
 
 Announce = Callable[[str], None]
-_CLOSING_S = 60.0  # of the replicas on a Ray cluster
+_CLOSING_S = 60.0  # for the replicas of a Ray cluster to close
 TARGET, DRAFT, PAIR = "target", "draft", "pair"
 
 

@@ -1,4 +1,4 @@
-"""Engines on this machine: one answer at a time, in this process or in several, or many in each forward."""
+"""Engines on this machine: `local` decodes one answer at a time per process, `batched` many in each forward."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import numpy as np
 from reprieve.bench.records import ProblemRecord
 from reprieve.bench.settings import VerdictSettings
 from reprieve.concurrency import results_of
-from reprieve.errors import ReprieveError
+from reprieve.errors import ReprieveError, SpecError
 from reprieve.files import append_line, read_records, replace_file
 from reprieve.stats import grouped_interval
 from reprieve.tasks import TaskProblem
@@ -87,12 +87,15 @@ def judge_run(
     """Judge every answer of a run that is not judged yet; verdicts are kept as they come, in `verdicts.jsonl`.
 
     Raises:
+        SpecError: the baseline has no answers.
         ReprieveError: damaged verdicts, or the judge cannot be asked.
     """
     baseline, num_votes = settings.baseline, settings.num_votes
     path = folder / "verdicts.jsonl"
     records = [record for record in records if not record.error]
     strict = {(record.problem_id, record.trial): record for record in records if record.arm == baseline}
+    if not strict:
+        raise SpecError(f"baseline must be an arm with answers, got {baseline!r}")
     by_id = {problem.problem_id: problem for problem in problems}
     try:
         read = list(read_records(path, Verdict, "verdict", repair=True, signed=True))

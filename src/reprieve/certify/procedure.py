@@ -18,9 +18,9 @@ from reprieve.bench.engine import Engine, RunConfig
 from reprieve.bench.results import Environment
 from reprieve.bench.run import Run
 from reprieve.bench.settings import CertifySettings, Promise, RunSettings
-from reprieve.bench.summary import column, common_rows
+from reprieve.bench.summary import Problems, column, common_rows
 from reprieve.bundles import BUNDLED_HEADS
-from reprieve.certify.fixed_sequence import Lengths, RiskTest, ThresholdStep, num_needed, paired_test, walk
+from reprieve.certify.fixed_sequence import Lengths, PairedTest, RiskTest, ThresholdStep, num_needed, paired_test, walk
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.files import replace_file
 from reprieve.heads.certificates import Certificate, portable_spec
@@ -160,10 +160,13 @@ def certify(
         config = RunConfig.of(engine, chosen, settings, command=command)
         return Run(config, chosen, engine, task, folder / name, extendable=True)
 
-    def measure(run: Run, arm: Arm) -> ThresholdStep:
+    def answer(run: Run, arm: Arm) -> None:
         if not run.measure([strict], progress) or not run.measure([arm], progress):
             raise KeyboardInterrupt
-        return _step(plan, run, arm, task.max_new_tokens)
+
+    def measure(run: Run, threshold: float) -> ThresholdStep:
+        answer(run, arms[threshold])
+        return ThresholdStep(threshold, *_test(plan, run, arms[threshold], task.max_new_tokens))
 
     engine.expect([strict, again, *arms.values()], plan.settings.run.drafter)
     served = engine.facts.engine != LOCAL  # a server's batches do not reproduce greedy answers exactly
@@ -173,12 +176,12 @@ def certify(
     noise = None
     try:
         if served:
-            measure(calibration, again)
+            answer(calibration, again)
             noise = _noise_floor(calibration, strict, again)
             announce(_noise_line(noise))
         steps = walk(
             list(arms),
-            lambda threshold: measure(calibration, arms[threshold]),
+            lambda threshold: measure(calibration, threshold),
             on_step=lambda step: announce(_line(plan, step)),
         )
         passed = [step.threshold for step in steps if step.evidence.passed]
@@ -187,7 +190,7 @@ def certify(
             return Certification(steps, None, f"{reason}. {_needed(plan, calibration, task)}")
         best = arms[passed[-1]]
         held_out = run_of(plan.held_out, [strict, best], "held_out")
-        held_step = measure(held_out, best)
+        held_step = measure(held_out, passed[-1])
     except KeyboardInterrupt:
         return None
     announce(_line(plan, held_step, where="held out"))
@@ -311,18 +314,14 @@ class _Measured:
         )
 
 
-def _step(plan: Plan, run: Run, arm: Arm, budget: int) -> ThresholdStep:
-    """Compare an arm's answers with the strict ones.
+def _test(plan: Plan, run: Run, arm: Arm, budget: int) -> tuple[PairedTest, float | None]:
+    """Compare an arm's answers with the strict ones; return the test, and the arm's tokens per round.
 
     Raises:
         ReprieveError: answers failed, or no strict answer is right.
     """
     labels = [plan.strict.label, arm.label]
-    rows = common_rows(labels, run.records, run.config.num_trials)
-    if failed := sum(record.error is not None for label in labels for trials in rows[label] for record in trials):
-        raise ReprieveError(
-            f"{failed} answers failed; a certificate needs all of them: run again to try them once more"
-        )
+    rows = _answered(run, labels)
     strict, relaxed = (column(rows[label], lambda record: record.correct) for label in labels)
     if not strict.any():
         raise ReprieveError(
@@ -333,9 +332,22 @@ def _step(plan: Plan, run: Run, arm: Arm, budget: int) -> ThresholdStep:
     cut = [column(rows[label], lambda record: record.finish_reason == "length") for label in labels]
     rounds = column(rows[labels[1]], lambda record: record.num_rounds).sum()
     tokens_per_round = float(tokens[1].sum() / rounds) if rounds else None
-    evidence = paired_test(plan.promise, strict, relaxed, Lengths(tokens[0], tokens[1], cut[0], cut[1], budget))
-    assert arm.rule is not None
-    return ThresholdStep(float(arm.rule.dial_value or 0), evidence, tokens_per_round)
+    lengths = Lengths(tokens[0], tokens[1], cut[0], cut[1], budget)
+    return paired_test(plan.promise, strict, relaxed, lengths), tokens_per_round
+
+
+def _answered(run: Run, labels: list[str]) -> dict[str, Problems]:
+    """Return the answers of some arms, by problem.
+
+    Raises:
+        ReprieveError: answers failed.
+    """
+    rows = common_rows(labels, run.records, run.config.num_trials)
+    if failed := sum(record.error is not None for label in labels for trials in rows[label] for record in trials):
+        raise ReprieveError(
+            f"{failed} answers failed; a certificate needs all of them: run again to try them once more"
+        )
+    return rows
 
 
 def _where(run: Run, plan: Plan) -> dict[str, Any]:
@@ -364,7 +376,7 @@ def _risk_sentence(risk: RiskTest) -> str:
 
 def _noise_floor(run: Run, strict: Arm, again: Arm) -> Noise:
     """Compare strict answers with strict answers of the same server: differences that no rule causes."""
-    rows = common_rows([strict.label, again.label], run.records, run.config.num_trials)
+    rows = _answered(run, [strict.label, again.label])
     solved = [column(rows[arm.label], lambda record: record.correct) for arm in (strict, again)]
     texts = [[record.text for trials in rows[arm.label] for record in trials] for arm in (strict, again)]
     low, high = paired_difference(*solved)[1:]

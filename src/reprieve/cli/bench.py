@@ -1,4 +1,4 @@
-"""`reprieve bench`: arms side by side; `demo`: some of them on the bundled pair; `report`; and `rules`, a list."""
+"""`reprieve bench`, `demo`, `report` and `rules`: compare arms, write an HTML page, list the rules."""
 
 from __future__ import annotations
 
@@ -84,7 +84,6 @@ class Bench(Command):
         if self.verdicts.judge is not None:  # a judge that cannot be used fails before anything is measured
             from reprieve.tasks.chat import make_chat
 
-            require_choice("baseline", self.verdicts.baseline, tuple(arm.label for arm in arms))
             chat = make_chat(self.verdicts.judge)
         run, results = self._measure(arms, command)
         status = self._report(run, results)
@@ -103,6 +102,8 @@ class Bench(Command):
         with opened as (engine, task):
             alone = (TARGET_ONLY, DRAFT_ONLY)  # left out where the engine cannot run them
             arms = [arm for arm in arms if arm.label not in alone or not engine.refusal(arm, settings.drafter)]
+            if self.verdicts.judge is not None:
+                require_choice("baseline", self.verdicts.baseline, tuple(arm.label for arm in arms))
             config = RunConfig.of(engine, arms, settings, command=screen.command_line())
             run = Run(config, arms, engine, task, self.out)
             command.keep_config(self.out)

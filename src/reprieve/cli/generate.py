@@ -166,7 +166,7 @@ def _finite(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list) else value
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 KEY = "REPRIEVE_API_KEY"

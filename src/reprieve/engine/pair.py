@@ -1,4 +1,4 @@
-"""A pair makes decoders from its models, a drafter, a rule and the rule's heads; loading, threads and workers."""
+"""Pairs: loading them, making their decoders, and setting up threads and worker processes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from reprieve.settings import AUTO, BUNDLED_PAIR, NumDraftTokens, PairSettings, 
 
 TARGET_ONLY = "target_only"
 DRAFT_ONLY = "draft_only"
-# A trial chooses the CPU threads: further ones cost small models more in synchronisation than they gain.
-_LARGE = 500_000_000  # parameters; larger models use all cores without a trial
-_GAIN = 1.25  # required speedup, because a second thread occupies another core
-_REPEATS = 7
-_READ = 8  # tokens of a trial forward
+# A trial chooses the number of CPU threads: for small models, synchronising more threads costs more than it gains.
+_LARGE_MODEL = 500_000_000  # parameters; larger models use all cores without a trial
+_THREAD_GAIN = 1.25  # required speedup, because a second thread occupies another core
+_TRIALS = 7
+_TRIAL_TOKENS = 8  # tokens of a trial forward
 
 
 @dataclass(frozen=True, repr=False)
@@ -198,27 +198,27 @@ def load_configured(
     """
     pair = load_pair(**settings.models)
     if pair.device.type == "cpu" and (decodes or settings.num_threads):
-        chosen = settings.num_threads or _choose(pair, torch.get_num_threads())
+        chosen = settings.num_threads or _choose_threads(pair, torch.get_num_threads())
         if settings.num_threads is None and chosen != torch.get_num_threads():
             announce(f"using 1 thread: {torch.get_num_threads()} are no faster here (--num-threads overrides)")
         torch.set_num_threads(chosen)
     return pair
 
 
-def _choose(pair: Pair, all_threads: int) -> int:
+def _choose_threads(pair: Pair, all_threads: int) -> int:
     """Return 1, or `all_threads` if a forward of the target is clearly faster with them."""
-    if all_threads == 1 or num_weights(pair.target) > _LARGE:
+    if all_threads == 1 or num_weights(pair.target) > _LARGE_MODEL:
         return all_threads
     times: dict[int, list[float]] = {1: [], all_threads: []}
     model = pair.cached_target()
     try:
-        for _ in range(_REPEATS):
+        for _ in range(_TRIALS):
             for num_threads, measured in times.items():
                 torch.set_num_threads(num_threads)
-                measured.append(forward_seconds(model, _READ))
+                measured.append(forward_seconds(model, _TRIAL_TOKENS))
     finally:
         torch.set_num_threads(all_threads)
-    return all_threads if statistics.median(times[1]) > _GAIN * statistics.median(times[all_threads]) else 1
+    return all_threads if statistics.median(times[1]) > _THREAD_GAIN * statistics.median(times[all_threads]) else 1
 
 
 def start_worker() -> None:

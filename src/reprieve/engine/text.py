@@ -1,4 +1,4 @@
-"""Text to tokens and back: prompts and chats as token ids, incremental decoding, and the state of one answer."""
+"""Text to tokens and back: prompts and chats as ids, incremental decoding, one answer and its log-probabilities."""
 
 from __future__ import annotations
 

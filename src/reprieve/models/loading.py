@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from reprieve.bundles import BUNDLES, source_of
 from reprieve.errors import PairError, ReprieveError, SpecError, UnsupportedModelError, import_extra
@@ -219,7 +220,14 @@ def load_model(
     source = source_of(name, role)
     try:
         tokenizer = _read_tokenizer(source)
-        model = _load_weights(source, dtype, device, device_map)
+        shown = logging.is_progress_bar_enabled()
+        if str(name) in BUNDLES:  # they load at once
+            logging.disable_progress_bar()
+        try:
+            model = _load_weights(source, dtype, device, device_map)
+        finally:
+            if shown:
+                logging.enable_progress_bar()
         return quantise(model).eval() if dtype == INT8 else model.eval(), tokenizer
     except UnsupportedModelError:
         raise

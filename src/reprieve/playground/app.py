@@ -37,8 +37,10 @@ _GONE = "the client went away"
 _MOST_BYTES = 1 << 20  # of a request's body
 _MOST_READ = 16 * _MOST_BYTES  # of a body that is too large: a client may read the response only after it has sent all
 # Types of errors by status; any other is an invalid request.
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 499: "disconnected"}
-_TYPES |= {500: "server_error", 503: "service_unavailable_error"}
+_TYPES = {
+    401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 499: "disconnected",
+    500: "server_error", 503: "service_unavailable_error",
+}  # fmt: skip
 
 
 def create_app(service: Service) -> FastAPI:

@@ -224,8 +224,10 @@ _REASONS = {  # by pydantic's type of error; others keep pydantic's message
 
 def _field_error(error: Mapping[str, Any]) -> RequestError:
     """Convert an error of pydantic's to one that names the field."""
-    where = [str(part)[:100] for part in error["loc"]]
+    where = [str(part)[:100] for part in error["loc"] if part != "[key]"]
     path = ".".join(where)
+    if len(where) < len(error["loc"]):  # a name that an object of options does not have
+        return RequestError(where[0], f"{path} is not a field of this request")
     if error["type"] == "value_error":
         reason = str(error["ctx"]["error"])
         return RequestError(where[0], f"{path}: {reason}") if where else RequestError(reason.split()[0], reason)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from reprieve.engine import pair as processes
+from reprieve.engine import pair as pairs
 from reprieve.errors import SpecError
 from reprieve.models.cached_model import forward_seconds
 from reprieve.settings import PairSettings
@@ -20,25 +20,25 @@ def as_before():
 @pytest.mark.parametrize(("seconds_of_two", "chosen"), [(0.5, 2), (0.79, 2), (0.9, 1), (3.0, 1)])
 def test_a_trial_chooses_the_number_of_threads(bundled_pair, monkeypatch, seconds_of_two, chosen):
     monkeypatch.setattr(
-        processes, "forward_seconds", lambda model, num_tokens: {1: 1.0, 2: seconds_of_two}[torch.get_num_threads()]
+        pairs, "forward_seconds", lambda model, num_tokens: {1: 1.0, 2: seconds_of_two}[torch.get_num_threads()]
     )
-    monkeypatch.setattr(processes, "load_pair", lambda **asked: bundled_pair)
+    monkeypatch.setattr(pairs, "load_pair", lambda **asked: bundled_pair)
     torch.set_num_threads(2)
     said = []
-    assert processes.load_configured(PairSettings(ARITHMETIC.name), said.append) is bundled_pair
+    assert pairs.load_configured(PairSettings(ARITHMETIC.name), said.append) is bundled_pair
     assert torch.get_num_threads() == chosen
     assert bool(said) == (chosen == 1)
 
 
 def test_a_requested_number_of_threads_needs_no_trial(bundled_pair, monkeypatch):
-    monkeypatch.setattr(processes, "forward_seconds", lambda model, num_tokens: pytest.fail("it was tried"))
-    monkeypatch.setattr(processes, "load_pair", lambda **asked: bundled_pair)
+    monkeypatch.setattr(pairs, "forward_seconds", lambda model, num_tokens: pytest.fail("it was tried"))
+    monkeypatch.setattr(pairs, "load_pair", lambda **asked: bundled_pair)
     said = []
     for number in (2, 1):
-        processes.load_configured(PairSettings(num_threads=number), said.append)
+        pairs.load_configured(PairSettings(num_threads=number), said.append)
         assert torch.get_num_threads() == number
     torch.set_num_threads(1)
-    processes.load_configured(PairSettings(ARITHMETIC.name), said.append)  # one core: nothing to choose
+    pairs.load_configured(PairSettings(ARITHMETIC.name), said.append)  # one core: nothing to choose
     assert not said
 
 
