@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -9,14 +10,16 @@ import torch
 from recipes.arbiter.reinforce import untrained
 from recipes.arbiter.rollouts import RolloutJob, RolloutMaker, RolloutSettings
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder
-from reprieve.errors import ReprieveError, SpecError
+from reprieve.errors import ContextOverflowError, ReprieveError, SpecError
 from reprieve.heads.settings import ArbiterShape
 from reprieve.mining.building import build
+from reprieve.mining.draft import BlockReader, local_reader
 from reprieve.mining.settings import TraceMining
 from reprieve.mining.store import LabelStore
 from reprieve.mining.target import ResponseFormat
-from reprieve.mining.traces import LABELS_VERSION, TracedRound, _reached, soft_label
+from reprieve.mining.traces import LABELS_VERSION, BlockTracer, TracedRound, _reached, soft_label
 from reprieve.models.cached_model import CachedModel
+from reprieve.models.sampling import Sampler
 from reprieve.settings import PairSettings, SamplingSettings
 from reprieve.tasks import load_task
 from tests.kit.pairs import ARITHMETIC
@@ -194,3 +197,48 @@ def test_no_mismatch_is_reached_behind_one_without_a_label():
     assert list(_reached([unlabelled])) == [], "its context is not the response's"
     labelled = TracedRound(4, (1, 2, 3), (1, 5, 8), (None, 0.2, 0.2), (None, 0.1, 0.1), (None, 0.9, 0.9))
     assert [(one.position, one.draft_id, one.target_id) for one in _reached([labelled])] == [(5, 2, 5)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("ends", [False, True])
+def test_traces_equal_the_rounds_of_the_decoder(pair, temperature, ends):
+    """With an end token inside the response, and with a budget that cuts the last block."""
+    prompt = [3, 1, 4, 1, 5]
+    params = SamplingParams(max_new_tokens=22, temperature=temperature, seed=5)
+    decoder = pair.decoder("lossless:verification=exact", num_draft_tokens=4)
+    if ends:
+        params = dataclasses.replace(params, eos_token_ids=(decoder.generate(prompt, params).token_ids[9],))
+    whole = decoder.generate(prompt, params, trace=True)
+    responses = ResponseFormat(pair.tokenizer, ParityTask(), frozenset(params.eos_token_ids or ()), 22)
+
+    async def run_blocking(work):
+        return work()
+
+    def make_blocks(params):
+        sampler = Sampler(params, torch.device("cpu"))
+        return BlockReader(pair.cached_draft(), local_reader(pair.cached_target()), run_blocking, sampler)
+
+    response_ids, rounds = asyncio.run(BlockTracer(make_blocks, responses, 4)(prompt, params))
+    assert response_ids == whole.token_ids
+    starts = itertools.accumulate((len(traced.committed) for traced in whole.trace), initial=0)
+    wanted = [
+        (start, tuple(traced.drafted_ids), tuple(traced.target_ids))
+        for start, traced in zip(starts, whole.trace, strict=False)
+        if traced.drafted_ids
+    ]
+    assert [(one.start, one.draft_ids, one.target_ids) for one in rounds] == wanted
+
+
+def test_a_prompt_without_room_for_its_response_is_refused():
+    blocks = BlockReader(None, None, None, None, num_positions=10)
+    blocks.require_room([1, 2], 8)
+    with pytest.raises(ContextOverflowError, match="2 prompt \\+ 9 new tokens need more than the models' 10 positions"):
+        blocks.require_room([1, 2], 9)
+    with pytest.raises(SpecError, match="at least one token"):
+        blocks.require_room([], 1)
+
+
+@pytest.mark.parametrize("number", [0, -3, 513])
+def test_draft_lengths_out_of_range_are_refused(number):
+    with pytest.raises(SpecError, match="num_draft_tokens must be"):
+        TraceMining(num_draft_tokens=number)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from reprieve.models.arbiter import ArbiterModel, ArbitrationRound
 from reprieve.rules.arbiter import ArbiterRule
 from reprieve.settings import PairSettings
 from reprieve.tasks import load_task
-from reprieve.training.arbiter_warm_up import ArbiterTraining, RoundReader, Traces, require_traces, warm_up
+from reprieve.training.arbiter_warm_up import ArbiterTraining, RoundReader, Traces, _Learner, require_traces, warm_up
 from reprieve.types import Need
 from tests.kit.pairs import SMALL
 from tests.kit.parity import CLIMB, ParityTask, climb, mine
@@ -149,6 +150,22 @@ def test_two_processes_make_the_same_rollouts_as_one(tmp_path, bundled_pair):
 def test_warm_up_needs_labelled_traces(pair):
     with pytest.raises(ReprieveError, match="got 1; `reprieve mine arbitration`"):
         require_traces(mine(pair, 1))
+
+
+def test_validation_by_hand(pair, traces, tmp_path, monkeypatch):
+    """Eq. 29 and the agreement: ties count as agreed, whichever side is chosen."""
+    learner = _Learner(pair, traces, tmp_path, QUICK)  # lambda = 0.6
+    learner.held = [None]
+    logits, labels = torch.tensor([2.0, 2.0, -1.0, 0.0]), torch.tensor([1.0, 0.0, 0.0, 0.8])
+    utilities = torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0.0, 1.0, 0.0, 1.0])
+    monkeypatch.setattr(learner, "_at_mismatches", lambda answer: (logits, labels, *utilities))
+    reached = learner.validate(1, 0.0)
+    chances = [1 / (1 + math.exp(-value)) for value in logits.tolist()]
+    losses = [
+        -label * math.log(chance) - (1 - label) * math.log(1 - chance)
+        for label, chance in zip(labels.tolist(), chances, strict=True)
+    ]
+    assert reached["loss"] == pytest.approx(sum(losses) / 4) and reached["agreement"] == 3 / 4
 
 
 def without_seconds(lines):

@@ -1,6 +1,7 @@
 """On recorded blocks, vLLM's own sampler behind the plugin decides as the local engine did, position by position."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import numpy as np
@@ -103,7 +104,9 @@ def verify(rules, batch, temperature, monkeypatch):
     possible = logits[judging].gather(-1, token_ids.long().unsqueeze(-1)).squeeze(-1) > -torch.inf
     if not greedy:
         uniforms = torch.cat([item.uniforms for item in evidence]).double()
-        monkeypatch.setattr(module, "generate_uniform_probs", lambda *args: uniforms)
+        fake = lambda *args: uniforms  # noqa: E731
+        wrapper = functools.wraps(fake)(functools.partial(sampler._generate_uniform_probs, fake))
+        monkeypatch.setattr(module, "generate_uniform_probs", wrapper)
     token = sampler.ROUND.set(sampler.V1Round(hooks, state, possible=possible))
     meta = SimpleNamespace(
         all_greedy=greedy,

@@ -317,7 +317,10 @@ def test_rounds_of_vllms_warm_up_are_not_counted():
         admit(processor, slot, params_of())
     names = ["_warmup_0_", "_v2_mixed_warmup_1_", "request 2"]
     batch.verify(processor, temperatures=torch.zeros(3), names=names)
-    assert processor.rules.counter.take().keys() == {"request 2"}
+    taken = processor.rules.counter.take()
+    assert taken.keys() == {"request 2"}
+    mark, rounds = taken["request 2"]
+    assert mark is not None and len(rounds) == 1
 
 
 def test_a_span_is_followed_on_the_device():

@@ -1,4 +1,4 @@
-"""Trained classifiers of drafted tokens: a feature recipe, weights and a recommended threshold.
+"""Trained heads that classify drafted tokens, each with weights and a recommended threshold.
 
 Linear heads of AutoJudge and Judge Decoding, PAD's two-branch MLP, an arbiter of two linear heads, and CoSpec's.
 """

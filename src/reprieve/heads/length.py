@@ -134,7 +134,7 @@ def draft_tokens_for(num_draft_tokens: NumDraftTokens, rule: Rule) -> NumDraftTo
 
 
 def load_length_head(name: str) -> LengthHead:
-    """Return the head of `auto:path=NAME`; an error names it so."""
+    """Return the head of `auto:path=NAME`; errors name it in that form."""
     try:
         return LengthHead.from_pretrained(name)
     except ReprieveError as error:

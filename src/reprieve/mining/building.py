@@ -188,7 +188,13 @@ def _block_maker(pair: Pair, target: Target) -> Callable[[SamplingParams], Block
 
     def make(params: SamplingParams) -> BlockReader:
         read = target.read if isinstance(target, ServedTarget) else local_reader(pair.cached_target())
-        return BlockReader(pair.cached_draft(), read, target.run_blocking, Sampler(params, pair.device))
+        return BlockReader(
+            pair.cached_draft(),
+            read,
+            target.run_blocking,
+            Sampler(params, pair.device),
+            num_positions=pair.num_positions,
+        )
 
     return make
 

@@ -1,4 +1,4 @@
-"""Reading models for miners: the draft's own token at every position of a response, and blocks of drafted tokens."""
+"""What miners read from models: the draft's own token at every position of a response, and blocks of drafted tokens."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from reprieve.errors import ContextOverflowError, SpecError
 from reprieve.models.attention import without_cudnn
 from reprieve.models.cache import RollbackCache
 from reprieve.models.cached_model import CachedModel, execution_device, shared_length
@@ -210,20 +211,43 @@ class BlockReader:
     Args:
         draft: model with its own cache.
         read: reads the target.
-        run_blocking: runs the drafting (`Target.run_blocking`).
+        run_blocking: runs drafting and sampling (`Target.run_blocking`).
         sampler: of the problem.
+        num_positions: tokens that the models can read; None if unknown.
     """
 
     def __init__(
-        self, draft: CachedModel, read: ReadBlock, run_blocking: Callable[..., Awaitable[Any]], sampler: Sampler
+        self,
+        draft: CachedModel,
+        read: ReadBlock,
+        run_blocking: Callable[..., Awaitable[Any]],
+        sampler: Sampler,
+        *,
+        num_positions: int | None = None,
     ) -> None:
         self.read = read
+        self.run_blocking = run_blocking
         self.sampler = sampler
-        self._draft, self._run_blocking = draft, run_blocking
+        self._draft, self._num_positions = draft, num_positions
+
+    def require_room(self, prompt_ids: list[int], num_new: int) -> None:
+        """Refuse a prompt without tokens, or one that leaves no room for its response.
+
+        Raises:
+            SpecError: no tokens.
+            ContextOverflowError: prompt and response are longer than the models can read.
+        """
+        if not prompt_ids:
+            raise SpecError("prompt must hold at least one token, got none")
+        if self._num_positions is not None and len(prompt_ids) + num_new > self._num_positions:
+            raise ContextOverflowError(
+                f"{len(prompt_ids)} prompt + {num_new} new tokens need more than the models' {self._num_positions} "
+                "positions; shorten the prompt or lower max_new_tokens"
+            )
 
     async def draft(self, text: list[int], size: int) -> tuple[list[int], list[Tensor]]:
         """Return drafted tokens and the logits [V] that each was drawn from."""
-        drafted: tuple[list[int], list[Tensor]] = await self._run_blocking(lambda: self._drafted(text, size))
+        drafted: tuple[list[int], list[Tensor]] = await self.run_blocking(lambda: self._drafted(text, size))
         return drafted
 
     @torch.inference_mode()

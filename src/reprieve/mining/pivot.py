@@ -60,9 +60,17 @@ class CandidateSource:
 
     async def __call__(self, prompt_ids: list[int], response_ids: list[int], num_left: int) -> Step:
         """Return the next accepted tokens of the response, and the rejected token that ended them, if any."""
-        text, sampler = [*prompt_ids, *response_ids], self.blocks.sampler
+        if not response_ids:
+            self.blocks.require_room(prompt_ids, num_left)
+        text = [*prompt_ids, *response_ids]
         drafted, draft_logits = await self.blocks.draft(text, min(self.block_size, num_left))
         logits = await self.blocks.read(text, drafted[:-1])
+        step: Step = await self.blocks.run_blocking(lambda: self._verified(drafted, draft_logits, logits))
+        return step
+
+    @torch.inference_mode()
+    def _verified(self, drafted: list[int], draft_logits: list[torch.Tensor], logits: torch.Tensor) -> Step:
+        sampler = self.blocks.sampler
         token_ids = torch.tensor(drafted, device=logits.device)
         proposal = None if sampler.draft_greedy else sampler.draft_scores(torch.stack(draft_logits)).softmax(-1)
         check = SampledCheck(

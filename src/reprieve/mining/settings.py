@@ -8,7 +8,14 @@ from typing import Any, ClassVar
 
 from reprieve.backends.settings import EngineSettings
 from reprieve.errors import SpecError, require_choice, require_counts, require_range, require_whole
-from reprieve.settings import MAX_SEED, PairSettings, ProblemSettings, SamplingParams, SamplingSettings
+from reprieve.settings import (
+    MAX_DRAFT_TOKENS,
+    MAX_SEED,
+    PairSettings,
+    ProblemSettings,
+    SamplingParams,
+    SamplingSettings,
+)
 from reprieve.specs import parse_spec
 
 MOST_CANDIDATES = 20  # per position that vLLM returns, unless started with more (--max-logprobs)
@@ -206,6 +213,7 @@ class TraceMining(MiningSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_whole("num_draft_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
         require_counts(self, "max_mismatches", "num_rollouts")
         require_range("tie", self.tie, 0.0, 1.0)
         self._require_walk()

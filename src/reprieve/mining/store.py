@@ -1,4 +1,4 @@
-"""The label store: a folder with `manifest.json` and the append-only `labels.jsonl`, one problem per line.
+"""The label store: a folder with `manifest.json` and the append-only `labels.jsonl`, and labels made by hand.
 
 A finished problem is on disk when `append` returns, so a run killed at any moment loses only the problems in flight.
 One process writes; any number may read. Each line has a checksum. An archived store can hold `labels.jsonl.gz` instead.

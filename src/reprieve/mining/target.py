@@ -112,7 +112,7 @@ class Target(Protocol):
         )
 
     async def run_blocking(self, work: Callable[[], T]) -> T:
-        """Run synchronous code that reads the target and return its result; subclasses may use a thread."""
+        """Run a miner's own synchronous work, such as drafting, and return its result; subclasses may use a thread."""
         return work()
 
 

@@ -10,6 +10,10 @@ import dataclasses
 import re
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
 
 from reprieve.concurrency import gather_all
 from reprieve.engine import SamplingParams
@@ -21,6 +25,7 @@ from reprieve.mining.settings import TraceMining
 from reprieve.mining.store import MINED, Mismatch, ProblemLabels, TracedRound
 from reprieve.mining.target import ResponseFormat, ResponseSampler, Target
 from reprieve.models.cached_model import shared_length
+from reprieve.models.sampling import Sampler
 from reprieve.rules import LosslessRule
 from reprieve.tasks import TaskProblem
 from reprieve.tasks.chat import Chat, ask_until
@@ -60,10 +65,11 @@ Tracer = Callable[[list[int], SamplingParams], Awaitable[Traced]]  # given a pro
 
 
 class BlockTracer:
-    """Traces plain speculative rounds, which compare drafted tokens with the target's own draws, as a `Tracer`.
+    """Traces one prompt at a time, as a `Tracer`: a drafted token passes if it equals the target's own choice or draw.
 
     Args:
         make_blocks: makes the reader of one prompt's blocks.
+        responses: end conditions of responses.
         num_draft_tokens: K.
     """
 
@@ -77,19 +83,28 @@ class BlockTracer:
     async def __call__(self, prompt_ids: list[int], params: SamplingParams) -> Traced:
         """Return the rounds of one response."""
         blocks = self._make_blocks(params)
+        blocks.require_room(prompt_ids, params.max_new_tokens)
         response_ids: list[int] = []
         rounds: list[TracedRound] = []
         while (num_left := self._responses.num_left(response_ids)) > 0:
             text = [*prompt_ids, *response_ids]
             drafted, _ = await blocks.draft(text, min(self._num_draft_tokens, num_left - 1))
-            scores = blocks.sampler.target_scores(await blocks.read(text, drafted))
-            own = (scores.argmax(-1) if params.greedy else blocks.sampler.draw(scores.softmax(-1))).tolist()
+            logits = await blocks.read(text, drafted)
+            own: list[int] = await blocks.run_blocking(partial(_own_tokens, blocks.sampler, logits))
             if drafted:
                 rounds.append(TracedRound(len(response_ids), tuple(drafted), tuple(own[:-1])))
             new = own[: shared_length(drafted, own) + 1]  # accepted tokens are the target's own
             end = self._responses.length_of([*response_ids, *new], start=len(response_ids))
             response_ids = [*response_ids, *new][:end]
         return response_ids, rounds
+
+
+@torch.inference_mode()
+def _own_tokens(sampler: Sampler, logits: Tensor) -> list[int]:
+    """Return the target's own token after each of the rows [n, V]."""
+    scores = sampler.target_scores(logits)
+    own: list[int] = (scores.argmax(-1) if sampler.greedy else sampler.draw(scores.softmax(-1))).tolist()
+    return own
 
 
 class BatchedTracer:

@@ -1,4 +1,4 @@
-"""Sampling: temperature, top-k and top-p by transformers' processors, and the random draws.
+"""Sampling: temperature, top-k and top-p by transformers' processors, what a rule truncates, and the random draws.
 
 A `Sampler` draws for one answer from a seeded generator. The texts of a batch have a `Draw` each, or random numbers
 keyed by seed and position (`keyed_uniforms`): a text's draws do not depend on the others.

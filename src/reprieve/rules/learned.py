@@ -41,7 +41,7 @@ class HeadRule(Rule):
     def with_head(self, head: Any) -> Self:
         """Return the rule with a head in memory; the head's recommendation is used if the dial is not set."""
         rule = dataclasses.replace(self, head=head)
-        return rule.with_dial(head.threshold) if self.dial_value is None else rule
+        return rule.with_dial(head.threshold) if self.dial is not None and self.dial_value is None else rule
 
     @property
     def heads(self) -> tuple[tuple[str, Any], ...]:

@@ -132,7 +132,7 @@ class _Learner(Learner):
     def __init__(self, pair: Pair, traces: Traces, folder: Path, settings: ArbiterTraining) -> None:
         assert pair.draft is not None
         self.pair, self.traces, self.folder, self.settings = pair, traces, folder, settings
-        answers = traces.answers
+        answers = [dataclasses.replace(answer) for answer in traces.answers]  # readings are kept in them
         ids = sorted({answer.problem_id for answer in answers})  # a problem can occur in several stores
         random.Random(settings.seed).shuffle(ids)
         num_held = min(len(ids) - 1, max(1, round(len(ids) * settings.held_out)))  # keep some for training

@@ -77,7 +77,7 @@ _BOTH = (
     Part("vllm.v1.metrics.stats", "RequestSpecDecodeMetrics.reprieve", use=ADDED),
     Part("vllm.v1.metrics.stats", "RequestSpecDecodeMetrics.to_dict", "self", called=True),
 )
-# The modules of the model runners that the plugin knows, newest first; V1's entries go with its folder.
+# The modules of the model runners that the plugin knows, newest first; V1's entries go with `v1.py`.
 RUNNERS = {"v2": "vllm.v1.worker.gpu.model_runner", "v1": "vllm.v1.worker.gpu_model_runner"}
 _V2, _V1_SAMPLER = "vllm.v1.worker.gpu", "vllm.v1.sample.rejection_sampler"
 PARTS: dict[str, tuple[Part, ...]] = {
