@@ -1,4 +1,4 @@
-"""What miners read from models: the draft's own token at every position of a response, and blocks of drafted tokens."""
+"""Models as miners read them: the draft's own token at every position of a response, and blocks of drafted tokens."""
 
 from __future__ import annotations
 
