@@ -213,9 +213,8 @@ def test_problems_mined_in_one_batch(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_pivot_mining_is_repeatable():
-    prompt, pair = PromptSettings(max_new_tokens=60), PairSettings(ARITHMETIC.name)
     config = PivotMining(
-        limit=1, task="arithmetic", pair=pair, prompt=prompt, num_in_flight=1, num_rollouts=2, soundness="equations"
+        limit=1, prompt=PromptSettings(max_new_tokens=60), num_in_flight=1, num_rollouts=2, soundness="equations"
     )
     first, second = (build(config) for _ in range(2))
     one, two = (asyncio.run(bench.miner.mine(bench.problems[0])) for bench in (first, second))
