@@ -138,7 +138,7 @@ class Verification:
     logits: Tensor  # [N + 1, V], the target's distribution after each row
     hidden: HiddenStates | None = None  # [N + 1, Dt] a layer: the target's hidden states that encode each row
 
-    def parent_rows(self, block: Block) -> Tensor:
+    def parent_logits(self, block: Block) -> Tensor:
         """`logits` rows that judge each node: those of its parent; a view for chains. [N, V]"""
         return self.logits[block.parent_rows]
 
@@ -158,6 +158,20 @@ class Context:
 
     token_ids: Tensor  # [B, T], oldest first; ids past a text's length are ignored
     lengths: Tensor  # [B], int64
+
+
+class Need(StrEnum):
+    """Fields of `Evidence` that are expensive; the engine fills in only those that a rule declares."""
+
+    DRAFT_PROBS = "draft_probs"
+    DRAFT_HIDDEN = "draft_hidden"
+    NODE_HIDDEN = "node_hidden"
+    PARENT_HIDDEN = "parent_hidden"
+    EMBEDDINGS = "embeddings"  # `token_embeddings` and `top_embeddings`
+    NOISE = "noise"
+    ADVICE = "advice"
+    CONTEXT = "context"
+    ANSWER_POSITIONS = "answer_positions"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,17 +391,3 @@ class Generation(DecodingStats):
     @property
     def token_ids(self) -> list[int]:
         return [token.token_id for token in self.tokens]
-
-
-class Need(StrEnum):
-    """Fields of `Evidence` that are expensive; the engine fills in only those that a rule declares."""
-
-    DRAFT_PROBS = "draft_probs"
-    DRAFT_HIDDEN = "draft_hidden"
-    NODE_HIDDEN = "node_hidden"
-    PARENT_HIDDEN = "parent_hidden"
-    EMBEDDINGS = "embeddings"  # `token_embeddings` and `top_embeddings`
-    NOISE = "noise"
-    ADVICE = "advice"
-    CONTEXT = "context"
-    ANSWER_POSITIONS = "answer_positions"

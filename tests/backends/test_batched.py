@@ -134,7 +134,7 @@ def test_sampled_answers_depend_neither_on_the_batch_nor_on_an_interruption(bund
         ("margin@drafter=ngram", "engine batched needs the drafter draft or eagle3, got ngram"),
         ("margin@drafter=eagle3:top_k=4", "engine batched drafts chains: top_k of the drafter must be 1, got 4"),
         ("margin@drafter=eagle3:top_k=1,prune=entropy", "the drafter must not prune, got prune=entropy"),
-        ("direct:top_k:k=4", "direct: needs --engine local"),
+        ("direct:top_k:k=4", "direct: arms need --engine local"),
         ("vllm:block", "is vLLM's own method: use --engine vllm"),
         ("lossless:verification=block", "needs block verification"),
     ],

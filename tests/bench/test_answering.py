@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from reprieve.backends.local import LocalEngine
+from reprieve.backends.local import LocalEngine, spans_of
 from reprieve.bench.arms import make_arms
-from reprieve.bench.engine import RunConfig, spans_of
+from reprieve.bench.engine import RunConfig
 from reprieve.bench.summary import summarise
 from reprieve.engine.text import text_pieces
 from reprieve.errors import SpecError

@@ -264,7 +264,7 @@ def test_head_rules_judge_tree_nodes_by_the_states_of_the_nodes(pair, kind):
 
         verification = Verification(logits, hidden)
         case = Evidence(
-            block.token_ids, verification.parent_rows(block), True, torch.zeros(block.num_tokens, dtype=torch.bool),
+            block.token_ids, verification.parent_logits(block), True, torch.zeros(block.num_tokens, dtype=torch.bool),
             node_hidden=verification.node_hidden, parents=block.parents,
         )  # fmt: skip
         return rule.with_dial(1.0).risk(case), case

@@ -1,4 +1,4 @@
-"""Plans of servers, and the deployers that start them."""
+"""Plans of servers, and the deployers that start or find them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _dial_of(offered: Rule, wanted: Rule) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class VllmDeployer:
-    """vLLM with the plugin, on this machine.
+    """Starts vLLM with the plugin on this machine.
 
     Args:
         dtype: of target and draft, by name.

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from typing import NamedTuple
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from reprieve.backends.settings import SERVED_DRAFT_TOKENS
 from reprieve.bench.arms import Arm
-from reprieve.bench.engine import Answerer, Engine, EngineFacts, Job, RunConfig, reply_of
+from reprieve.bench.engine import Answerer, Engine, EngineFacts, Job, RunConfig
 from reprieve.bench.records import ProblemRecord, Reply
 from reprieve.concurrency import iterate, results_of
 from reprieve.drafters import DRAFTERS, EagleSettings
 from reprieve.engine import Pair, SamplingParams, SpeculativeDecoder, load_pair
-from reprieve.engine.batched import BatchedSpeculativeDecoder, Request, refusal
+from reprieve.engine.batched import BatchedSpeculativeDecoder, Request
+from reprieve.engine.batched import refusal as rule_refusal
 from reprieve.engine.batches import Stepper
 from reprieve.engine.pair import start_worker
 from reprieve.errors import EngineError, require_whole
@@ -169,7 +173,7 @@ class BatchedEngine(PairEngine):
         if reason := super().refusal(arm, drafter):
             return reason
         if arm.truncation is not None:
-            return "direct: needs --engine local"
+            return "direct: arms need --engine local"
         if arm.rule is None:
             return ""
         if isinstance(arm.num_draft_tokens, str):
@@ -183,7 +187,7 @@ class BatchedEngine(PairEngine):
                 return f"engine batched drafts chains: the drafter must not prune, got prune={settings.prune}"
         elif settings.name != "draft":
             return f"engine batched needs the drafter draft or eagle3, got {settings.name}; use --engine local"
-        return refusal(arm.rule, eagle=isinstance(settings, EagleSettings))
+        return rule_refusal(arm.rule, eagle=isinstance(settings, EagleSettings))
 
     def answer(
         self, config: RunConfig, task: Task, arms: Sequence[Arm], problems: Sequence[TaskProblem], jobs: Sequence[Job]
@@ -242,6 +246,27 @@ def group_of(arm: Arm, drafter: str) -> DecoderGroup:
     if not isinstance(settings, EagleSettings):
         return DecoderGroup(False, arm.num_draft_tokens, None)
     return DecoderGroup(False, min(arm.num_draft_tokens, settings.depth, settings.total_tokens), settings)
+
+
+def reply_of(arm: Arm, generation: Generation) -> Reply:
+    """Convert the local engine's output to the `Reply` that all engines return."""
+    reply = Reply(
+        text=generation.text,
+        finish_reason=generation.finish_reason,
+        spans=spans_of(generation.pieces),
+        **generation.stats,
+    )
+    return dataclasses.replace(reply, num_rounds=0) if arm.alone == "draft" else reply  # rounds are target forwards
+
+
+def spans_of(pieces: Sequence[tuple[str, str]]) -> list[list[Any]]:
+    """Merge neighbouring pieces of equal provenance: number of characters; t (target), m (matched) or r (rescued).
+
+    Args:
+        pieces: see `Generation.pieces`.
+    """
+    runs = groupby((piece for piece in pieces if piece[0]), key=itemgetter(1))
+    return [[sum(len(text) for text, _ in run), provenance[0]] for provenance, run in runs]
 
 
 _ANSWER: Callable[[Sequence[Job]], Iterator[ProblemRecord]] | None = None  # of a worker process

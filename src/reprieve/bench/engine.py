@@ -6,8 +6,6 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from operator import itemgetter
 from typing import Any, TypeAlias
 
 from reprieve.bench.arms import Arm
@@ -21,7 +19,9 @@ from reprieve.identity import EngineIdentity, PairIdentity
 from reprieve.settings import AUTO, NumDraftTokens
 from reprieve.tasks import Task, TaskProblem, run_comparison
 from reprieve.tasks.prompting import PromptFormat, prompt_ids_of
-from reprieve.types import DecodingStats, Generation
+from reprieve.types import DecodingStats
+
+_WARM_UP_TOKENS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Engine(ABC):
 
     tokenizer: Any
     num_parallel: int  # answers in progress at once; above 1, the time of a single answer means little
-    num_positions: int | None  # tokens of a text that it can read, as far as is known
+    num_positions: int | None  # context length in tokens; None if unknown
 
     @property
     @abstractmethod
@@ -162,9 +162,6 @@ def _fingerprints(engine: Engine, arms: Sequence[Arm], drafter: str) -> dict[str
     return by_head
 
 
-WARM_UP_TOKENS = 24
-
-
 class Answerer:
     """Answers a run's problems with an engine and grades the answers.
 
@@ -200,7 +197,7 @@ class Answerer:
         Raises:
             PairError: a head made for another pair.
         """
-        params = dataclasses.replace(self.params, max_new_tokens=WARM_UP_TOKENS)
+        params = dataclasses.replace(self.params, max_new_tokens=_WARM_UP_TOKENS)
         await self._answer(arm, self._problems[0], params, 0)
 
     async def answer(self, job: Job) -> ProblemRecord:
@@ -252,24 +249,3 @@ class Answerer:
             messages += self._format.next_turn(replies[-1].text, message)
             replies.append(await self._decode(arm, self._format.encode(messages), params))
         return replies
-
-
-def reply_of(arm: Arm, generation: Generation) -> Reply:
-    """Convert the local engine's output to the `Reply` that all engines return."""
-    reply = Reply(
-        text=generation.text,
-        finish_reason=generation.finish_reason,
-        spans=spans_of(generation.pieces),
-        **generation.stats,
-    )
-    return dataclasses.replace(reply, num_rounds=0) if arm.alone == "draft" else reply  # rounds are target forwards
-
-
-def spans_of(pieces: Sequence[tuple[str, str]]) -> list[list[Any]]:
-    """Merge neighbouring pieces of equal provenance: number of characters; t (target), m (matched) or r (rescued).
-
-    Args:
-        pieces: see `Generation.pieces`.
-    """
-    runs = groupby((piece for piece in pieces if piece[0]), key=itemgetter(1))
-    return [[sum(len(text) for text, _ in run), provenance[0]] for provenance, run in runs]

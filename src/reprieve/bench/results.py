@@ -1,4 +1,4 @@
-"""Records of `results.json`: every number with its interval and its n, the conditions, versions and machine."""
+"""Records of `results.json`: numbers with interval and n, conditions, versions, machine; each rule's fastest K."""
 
 from __future__ import annotations
 
@@ -245,10 +245,10 @@ class Environment:
         """This process's environment."""
         packages = {name: metadata.version(name) for name in ("torch", "transformers", "tokenizers", "numpy")}
         versions = {"python": platform.python_version(), "reprieve": reprieve.__version__, **packages}
-        return cls(commit=commit(), versions=versions, machine=Machine.here())
+        return cls(commit=_source_commit(), versions=versions, machine=Machine.here())
 
 
-def commit() -> str | None:
+def _source_commit() -> str | None:
     """The commit of the source checkout this package runs from, "-dirty" where files differ; None outside one."""
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():

@@ -1,4 +1,4 @@
-"""Settings of measurements, certificates and monitors: one record for each protocol."""
+"""Settings of runs, speed, verdicts, certificates and monitors."""
 
 from __future__ import annotations
 

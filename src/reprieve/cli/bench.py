@@ -199,37 +199,6 @@ class Demo(Command):
         return status
 
 
-def _show_verdicts(run: Run, chat: Chat, settings: VerdictSettings, out: Path) -> None:
-    """Have a language model compare a run's answers, and print its verdict on each arm; resumes."""
-    from reprieve.bench.verdicts import judge_run
-
-    with screen.progress("verdicts") as progress:
-        document = judge_run(out, run.problems, run.records, chat, settings, progress=progress)
-    for arm in document["arms"]:
-        screen.say(f"{arm['arm']}: {_verdict_words(arm)}")
-    screen.say(f"verdicts: {out / 'verdicts.jsonl'}")
-
-
-def _verdict_words(arm: dict[str, Any]) -> str:
-    if not arm["num_judged"]:
-        return "the judge gave no verdict"
-    low, high = arm["equal_or_better_ci95"]
-    return (
-        f"equal or better in {100 * arm['equal_or_better']:.1f}% [{100 * low:.1f}, {100 * high:.1f}] "
-        f"(won {arm['num_wins']}, tied {arm['num_ties']}, lost {arm['num_losses']})"
-    )
-
-
-def _under_load(engine: Engine, run: Run, task: Task, speed: SpeedSettings, out: Path) -> list[ThroughputResults]:
-    """Tokens per second of a run's arms at each concurrency."""
-    from reprieve.backends.served import ServedEngine
-    from reprieve.backends.throughput import measure_throughput
-
-    assert isinstance(engine, ServedEngine)
-    with screen.progress("turns") as progress:
-        return measure_throughput(engine, run.config, task, run.arms, speed, out, progress=progress)
-
-
 @dataclass(frozen=True)
 class Report(Command):
     """Write one self-contained HTML page: frontier, table, certificates, examples, commands.
@@ -279,3 +248,34 @@ class Rules(Command):
             "\nWrite name:parameter=value,...; a&b needs both, a|b either; start= and end= restrict a rule to a span."
         )
         return 0
+
+
+def _show_verdicts(run: Run, chat: Chat, settings: VerdictSettings, out: Path) -> None:
+    """Have a language model compare a run's answers, and print its verdict on each arm; resumes."""
+    from reprieve.bench.verdicts import judge_run
+
+    with screen.progress("verdicts") as progress:
+        document = judge_run(out, run.problems, run.records, chat, settings, progress=progress)
+    for arm in document["arms"]:
+        screen.say(f"{arm['arm']}: {_verdict_words(arm)}")
+    screen.say(f"verdicts: {out / 'verdicts.jsonl'}")
+
+
+def _verdict_words(arm: dict[str, Any]) -> str:
+    if not arm["num_judged"]:
+        return "the judge gave no verdict"
+    low, high = arm["equal_or_better_ci95"]
+    return (
+        f"equal or better in {100 * arm['equal_or_better']:.1f}% [{100 * low:.1f}, {100 * high:.1f}] "
+        f"(won {arm['num_wins']}, tied {arm['num_ties']}, lost {arm['num_losses']})"
+    )
+
+
+def _under_load(engine: Engine, run: Run, task: Task, speed: SpeedSettings, out: Path) -> list[ThroughputResults]:
+    """Tokens per second of a run's arms at each concurrency."""
+    from reprieve.backends.served import ServedEngine
+    from reprieve.backends.throughput import measure_throughput
+
+    assert isinstance(engine, ServedEngine)
+    with screen.progress("turns") as progress:
+        return measure_throughput(engine, run.config, task, run.arms, speed, out, progress=progress)

@@ -28,6 +28,8 @@ from reprieve.settings import (
 if TYPE_CHECKING:
     from reprieve.types import Generation, Token
 
+_API_KEY_VARIABLE = "REPRIEVE_API_KEY"
+
 
 @dataclass(frozen=True)
 class Generate(Command):
@@ -90,7 +92,7 @@ class Generate(Command):
         from reprieve.heads.length import draft_tokens_for
         from reprieve.rules import parse_rule
 
-        if self.rule not in ("target_only", "draft_only"):  # what is misspelt fails before a large model is read
+        if self.rule not in ("target_only", "draft_only"):  # a misspelt rule fails before a large model is loaded
             draft_tokens_for(self.num_draft_tokens, parse_rule(self.rule))
         pair = screen.load(self.pair)
         decoder = pair.decoder(self.rule, num_draft_tokens=self.num_draft_tokens, drafter=self.drafter)
@@ -143,35 +145,6 @@ class Generate(Command):
         return text
 
 
-def _as_json(generation: Generation, spec: str, tokenizer: Any) -> dict[str, Any]:
-    document = {
-        "rule": spec,
-        "text": generation.text,
-        "finish_reason": generation.finish_reason,
-        **generation.stats,
-        "tokens_per_round": generation.tokens_per_round,
-        "tokens": [
-            dataclasses.asdict(token) | {"text": tokenizer.decode([token.token_id])} for token in generation.tokens
-        ],
-    }
-    if generation.trace is not None:
-        document["rounds"] = [dataclasses.asdict(entry) for entry in generation.trace]
-    finite: dict[str, Any] = _finite(document)
-    return finite
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity: an infinite risk becomes null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-KEY = "REPRIEVE_API_KEY"
-
-
 @dataclass(frozen=True)
 class Serve(Command):
     """Serve the OpenAI API, /health and a playground at /, one request at a time.
@@ -199,7 +172,7 @@ class Serve(Command):
         settings = dataclasses.replace(
             self.settings,
             model_name=self.settings.model_name or self.pair.target,
-            api_key=self.settings.api_key or os.environ.get(KEY) or None,
+            api_key=self.settings.api_key or os.environ.get(_API_KEY_VARIABLE) or None,
         )
         from reprieve.playground.launch import make_app, require_free_port, run
 
@@ -211,3 +184,29 @@ class Serve(Command):
             screen.warn(f"warning: {settings.host} may be reached by others, and there is no API key (--api-key)")
         run(app, settings)
         return 0
+
+
+def _as_json(generation: Generation, spec: str, tokenizer: Any) -> dict[str, Any]:
+    document = {
+        "rule": spec,
+        "text": generation.text,
+        "finish_reason": generation.finish_reason,
+        **generation.stats,
+        "tokens_per_round": generation.tokens_per_round,
+        "tokens": [
+            dataclasses.asdict(token) | {"text": tokenizer.decode([token.token_id])} for token in generation.tokens
+        ],
+    }
+    if generation.trace is not None:
+        document["rounds"] = [dataclasses.asdict(entry) for entry in generation.trace]
+    finite: dict[str, Any] = _finite(document)
+    return finite
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: an infinite risk becomes null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -295,7 +295,7 @@ class SpeculativeDecoder:
         reads_embeddings = Need.EMBEDDINGS in needs
         evidence = Evidence(
             token_ids=block.token_ids,
-            target_logits=verification.parent_rows(block),
+            target_logits=verification.parent_logits(block),
             greedy=sampler.greedy,
             lossless_accepts=check.accepts,
             target_scores=None if sampler.greedy else judged,

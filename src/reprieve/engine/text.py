@@ -1,4 +1,4 @@
-"""Text to tokens and back: prompts and chats as ids, incremental decoding, one answer and its log-probabilities."""
+"""Text to tokens and back: prompts and chats as ids, incremental decoding, the state of an answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reprieve.settings import SamplingParams
 from reprieve.types import Generation, Provenance, Token, Tokenizer
 
 REPLACEMENT = "\ufffd"  # decoded from bytes that do not form a character
-LONGEST_CHARACTER = 8  # tokens; longer runs are invalid bytes
+_LONGEST_CHARACTER = 8  # tokens; longer runs are invalid bytes
 OnToken = Callable[[Token, str], None]  # a committed token and the text that became final with it
 
 
@@ -134,7 +134,7 @@ class TextStream:
     def _take(self, *, final: bool) -> None:
         known = self._decode(self._ids[self._context : self._read])
         window = self._decode(self._ids[self._context :])
-        if window.endswith(REPLACEMENT) and not final and len(self._ids) - self._read < LONGEST_CHARACTER:
+        if window.endswith(REPLACEMENT) and not final and len(self._ids) - self._read < _LONGEST_CHARACTER:
             return  # incomplete character
         new = window[len(known) :]
         self._context, self._read = self._read, len(self._ids)
@@ -152,7 +152,7 @@ class TextStream:
         return min((self._begins(stop) for stop in self._stops), default=len(self.text))
 
     def _begins(self, stop: str) -> int:
-        """Return where the text could begin to end with a stop text; its end if nowhere."""
+        """Return where a stop text could begin at the end of the text; the text's length if nowhere."""
         start = self.text.find(stop[0], max(0, len(self.text) + 1 - len(stop)))
         while start >= 0 and not stop.startswith(self.text[start:]):
             start = self.text.find(stop[0], start + 1)

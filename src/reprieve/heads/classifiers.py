@@ -1,6 +1,7 @@
 """Trained heads that classify drafted tokens, each with weights and a recommended threshold.
 
-Linear heads of AutoJudge and Judge Decoding, PAD's two-branch MLP, an arbiter of two linear heads, and CoSpec's.
+Linear heads of AutoJudge and Judge Decoding, PAD's two-branch MLP, the state arbiter's two linear heads, and CoSpec's
+arbiter, which is not a `Head`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from reprieve.heads.settings import ArbiterShape, FeatureRecipe
 from reprieve.settings import MAX_DRAFT_TOKENS
 from reprieve.types import Evidence, Need
 
-LAYERS = ("hidden", "scalars", "fuse", "out")  # of PAD's classifier
+_PIVOT_LAYERS = ("hidden", "scalars", "fuse", "out")  # of PAD's classifier
 NEUTRAL = 0.5  # risk of an arbiter: the draft's side is as likely to end better as worse
 _SMALLEST = 1e-30  # a risk: a sigmoid underflows to 0, which a threshold of 0 would accept
 
@@ -178,7 +179,7 @@ class PivotHead(Head):
         self._tensor("out.weight", 2, fuse.shape[0])
         for name in ("mean", "scale"):
             self._tensor(name, hidden.shape[1] + 2)
-        for layer in LAYERS:
+        for layer in _PIVOT_LAYERS:
             self._tensor(f"{layer}.bias", self._tensor(f"{layer}.weight", -1, -1).shape[0])
 
     @property
@@ -228,7 +229,7 @@ READINGS = FeatureRecipe(states="both", entropy=True, probability=True, draft_sc
 @register_head
 @dataclass(frozen=True)
 class Arbiter(Artefact):
-    """Trained arbiter.
+    """CoSpec's arbiter: adapters on the draft's weights.
 
     Args:
         tensors: adapters, separator and head, by name, float32.

@@ -1,4 +1,4 @@
-"""AutoJudge's search for important tokens (Algorithm 1), its naive variant, and sampling through Gumbel noise."""
+"""AutoJudge's search for important tokens (Algorithm 1), its naive variant, and a judge model's verdict on answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models as miners read them: the draft's own token at every position of a response, and blocks of drafted tokens."""
+"""Draft and target as miners read them: the draft's token at every position, drafted blocks, the target's logits."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from reprieve.models.sampling import GumbelNoise, Sampler, gumbel_choice
 from reprieve.transfers import device_tensor
 from reprieve.types import Block, HiddenStates
 
+ReadBlock = Callable[[list[int], list[int]], Awaitable[Tensor]]  # a text, and n tokens after it: to logits [n + 1, V]
 _AHEAD = 32  # tokens read at once
 _MOST_LOGITS = 2**28  # logits per forward: a GiB in float32
 
@@ -198,13 +199,6 @@ class BatchedDraft(Draft):
         return [row[text.first : len(text.token_ids)] for row, text in zip(best, batch, strict=True)]
 
 
-def _differing(response: list[int], predicted: list[int], start: int) -> list[tuple[int, int]]:
-    return [(at, predicted[at]) for at in range(start, len(response)) if response[at] != predicted[at]]
-
-
-ReadBlock = Callable[[list[int], list[int]], Awaitable[Tensor]]  # a text, and n tokens after it: to logits [n + 1, V]
-
-
 class BlockReader:
     """Drafts tokens after a text of one problem, and reads the target's logits after the text and each of them.
 
@@ -271,3 +265,7 @@ def local_reader(target: CachedModel) -> ReadBlock:
             return target.forward([text[-1], *tokens])[0]
 
     return read
+
+
+def _differing(response: list[int], predicted: list[int], start: int) -> list[tuple[int, int]]:
+    return [(at, predicted[at]) for at in range(start, len(response)) if response[at] != predicted[at]]

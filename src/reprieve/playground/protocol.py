@@ -20,8 +20,8 @@ from reprieve.tasks.prompting import PromptFormat
 from reprieve.types import DecodingStats, Generation, Token
 
 _SLACK = 4  # times the characters of the longest token: tokenizers may shorten a text before they split it
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level vocabularies
+_SENTENCEPIECE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BYTE_LEVEL = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level vocabularies
 
 
 class Prompts:
@@ -130,11 +130,11 @@ class Prompts:
         token = self.tokenizer.convert_ids_to_tokens(token_id)
         if not isinstance(token, str):
             return None
-        if byte := _BYTE.fullmatch(token):  # SentencePiece's byte tokens
+        if byte := _SENTENCEPIECE_BYTE.fullmatch(token):  # SentencePiece's byte tokens
             return bytes([int(byte[1], 16)])
-        if REPLACEMENT not in self.decode([token_id]) or any(character not in _BYTES for character in token):
+        if REPLACEMENT not in self.decode([token_id]) or any(character not in _BYTE_LEVEL for character in token):
             return None
-        return bytes(_BYTES[character] for character in token)
+        return bytes(_BYTE_LEVEL[character] for character in token)
 
     def _require_text(self, field: str, text: str) -> None:
         """Refuse a text that is too long, before it is split into tokens, or that has a lone surrogate.

@@ -105,10 +105,10 @@ register_task = TASKS.register
 
 
 def load_task(spec: str) -> Task:
-    """The task a text names, with its settings.
+    """Return the task that a specification names.
 
     Raises:
-        SpecError: an unknown name or setting; the message lists the known ones. Or a class that is no `Task`.
+        SpecError: unknown name or setting, or a class that does not derive from `Task`.
     """
     task = TASKS.make(spec)
     if Task not in type(task).__mro__:

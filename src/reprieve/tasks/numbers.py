@@ -36,7 +36,7 @@ _DOTTED = re.compile(r"(?<![\w.,])\d{1,3}(?:\.\d{3}){2,}(?!\d)")
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _CURRENCY = "$€£¥₹"
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-_LONGEST = 400  # characters of a number with its unit, or of the sentence that states it
+_LONGEST_NUMBER = 400  # characters of a number with its unit, or of the sentence that states it
 _MOST_DIGITS = 60
 _CURRENCIES = {"dollar": "$", "usd": "$", "euro": "€", "eur": "€", "pound": "£", "gbp": "£"}
 _MAGNITUDES = {
@@ -74,10 +74,36 @@ _OTHER = re.compile(r"\b(?:not|never|in|per|every|from|after|of)\s*$|n['’]t\s*
 _SEVERAL = re.compile(r"\d[^=]*(?:[,;]|\b(?:and|or)\b)\s*[A-Za-z]\w*\s*(?:_\s*\{?\w+\}?)?\s*=")
 _BUT = re.compile(r"\bnot\b[^,;]*?\bbut\b", re.IGNORECASE)
 _UNIT = re.compile(r"^\s*+(?:[A-Za-z%][A-Za-z'.-]*+\s*+(?:\^\s*+\{?[23]\}?|[²³])?\s*+/?\s*+){0,4}$")
+# Expressions.
+_LONGEST_EXPRESSION = 200  # characters
+_HUGE_EXPONENT = re.compile(r"(\^|\*\*)\s*[({]?\s*-?\d{3,}|[)}]\s*(\^|\*\*)\s*[({]?\s*\d{2,}")
+_WORDS = re.compile(r"[A-Za-z][A-Za-z'-]+(?:\s+[A-Za-z'-]+)*")
+# A sum with its result, or dollars and cents.
+_SUM = re.compile(
+    r"(?:\\(?:frac|times|cdot|div)|[\d\s+*/×÷().,$%{}-])*=[\d\s+*/×÷().,$%-]+|-?\d+ dollars? and \d+ cents?"
+)
+# Parts of an answer that math-verify ignores, although answers can differ in them.
+_NOT_READ = re.compile(r"_\s*\{?\d|\b(?:or|and)\b|\\pm|±|\d:\d|=.*,.*=|\d\s*[A-Za-z]{2,}")
+_TOWER = re.compile(r"\^\s*(?:\{[^{}]*\^|\w+\s*\^)")
+_PRECISION = 40  # at which values are compared once more
+_CLOSE = 1e-9  # relative
+_SUPERSCRIPT_RUN = re.compile("[⁰¹²³⁴-⁹⁻]+")
+# Notation of programs and plain text, and its LaTeX.
+_REWRITTEN = (
+    (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?![\w.])"), r"\1 \\cdot 10^{\2}"),
+    (re.compile(r"\*\*\s*(\w+|\([^()]*\))"), r"^{\1}"),
+    (re.compile(r"\*"), r" \\cdot "),
+    (re.compile(r"(?<![\\A-Za-z])(?:pi(?![A-Za-z])|π)|(?<=[A-Za-z])π"), r"\\pi "),
+    (re.compile(r"(?:(?<!\\)\bsqrt|√)\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"√\s*(\w+)"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<!\\)\bexp\s*\(([^()]*)\)"), r"e^{\1}"),
+    (re.compile(r"(?<![\\A-Za-z])(sin|cos|tan|ln|log)(?=\s*[({\d]|\s+\w)"), r"\\\1"),
+)
+_CHOICE = re.compile(r"\(\s*([A-Za-z])\s*\)")
 
 
 class Number(NamedTuple):
-    """A number, and whether it is written as a percentage."""
+    """A number as written: value, percent sign, unit and variable."""
 
     value: Fraction
     percent: bool = False
@@ -91,7 +117,7 @@ def number_in(text: str) -> Number | None:
     In an equation, the part after the last `=` counts; words around the number are ignored. A range, a
     time of day, or two quantities ("5 hours and 30 minutes") are not one number, but dollars and cents are.
     """
-    if len(text) > _LONGEST:
+    if len(text) > _LONGEST_NUMBER:
         return None
     plain = _ASIDE.sub(" ", _plain(_BULLET.sub("", text)))
     if _SEVERAL.search(plain):
@@ -118,7 +144,7 @@ def _first_number(text: str) -> Number | None:
 
 def whole_number(text: str) -> Number | None:
     """Return the number of a text with nothing but a number, its variable and its unit; None for other texts."""
-    if len(text) > _LONGEST:
+    if len(text) > _LONGEST_NUMBER:
         return None
     plain = _plain(text).strip()
     before, equals, right = plain.rpartition("=")
@@ -168,10 +194,10 @@ def _plain(text: str) -> str:
         text = text.replace(symbol, replacement)
     for pattern, replacement in _LATEX:
         text = pattern.sub(replacement, text)
-    return ungrouped(text)
+    return _ungrouped(text)
 
 
-def ungrouped(text: str) -> str:
+def _ungrouped(text: str) -> str:
     """Return a text whose numbers are written without separators between groups of digits."""
     text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     text = _INDIAN.sub(lambda match: match[0].replace(",", ""), text)
@@ -205,33 +231,6 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 def _negative(match: re.Match[str]) -> bool:
     return "-" in (match["sign"], match["sign_behind"])
-
-
-_LONGEST_EXPRESSION = 200  # characters
-_HUGE_EXPONENT = re.compile(r"(\^|\*\*)\s*[({]?\s*-?\d{3,}|[)}]\s*(\^|\*\*)\s*[({]?\s*\d{2,}")
-_WORDS = re.compile(r"[A-Za-z][A-Za-z'-]+(?:\s+[A-Za-z'-]+)*")
-# A sum with its result, or dollars and cents.
-_SUM = re.compile(
-    r"(?:\\(?:frac|times|cdot|div)|[\d\s+*/×÷().,$%{}-])*=[\d\s+*/×÷().,$%-]+|-?\d+ dollars? and \d+ cents?"
-)
-# Parts of an answer that math-verify ignores, although answers can differ in them.
-_NOT_READ = re.compile(r"_\s*\{?\d|\b(?:or|and)\b|\\pm|±|\d:\d|=.*,.*=|\d\s*[A-Za-z]{2,}")
-_TOWER = re.compile(r"\^\s*(?:\{[^{}]*\^|\w+\s*\^)")
-_PRECISION = 40  # at which values are compared once more
-_CLOSE = 1e-9  # relative
-_SUPERSCRIPT = re.compile("[⁰¹²³⁴-⁹⁻]+")
-# Notation of programs and plain text, and its LaTeX.
-_REWRITTEN = (
-    (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?![\w.])"), r"\1 \\cdot 10^{\2}"),
-    (re.compile(r"\*\*\s*(\w+|\([^()]*\))"), r"^{\1}"),
-    (re.compile(r"\*"), r" \\cdot "),
-    (re.compile(r"(?<![\\A-Za-z])(?:pi(?![A-Za-z])|π)|(?<=[A-Za-z])π"), r"\\pi "),
-    (re.compile(r"(?:(?<!\\)\bsqrt|√)\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
-    (re.compile(r"√\s*(\w+)"), r"\\sqrt{\1}"),
-    (re.compile(r"(?<!\\)\bexp\s*\(([^()]*)\)"), r"e^{\1}"),
-    (re.compile(r"(?<![\\A-Za-z])(sin|cos|tan|ln|log)(?=\s*[({\d]|\s+\w)"), r"\\\1"),
-)
-_CHOICE = re.compile(r"\(\s*([A-Za-z])\s*\)")
 
 
 def same_expression(answer: str, other: str) -> bool:
@@ -269,7 +268,7 @@ def same_expression(answer: str, other: str) -> bool:
 
 def _rewritten(text: str) -> str:
     """Return an answer in the notation that math-verify reads: `2*pi` as `2 \\cdot \\pi`, `x²` as `x^{2}`."""
-    text = _SUPERSCRIPT.sub(lambda match: "^{" + match[0].translate(_SUPERSCRIPTS) + "}", ungrouped(text))
+    text = _SUPERSCRIPT_RUN.sub(lambda match: "^{" + match[0].translate(_SUPERSCRIPTS) + "}", _ungrouped(text))
     for pattern, replacement in _REWRITTEN:
         text = pattern.sub(replacement, text)
     return text.strip()

@@ -34,7 +34,7 @@ from reprieve.training.features import (
 from reprieve.training.settings import JudgeTraining, PivotTraining, StateArbiterTraining
 from reprieve.types import Progress, no_progress
 
-MAX_ITER = 500
+_MAX_ITER = 500
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class LinearFit:
     bias: float
 
     def scores(self, features: np.ndarray) -> np.ndarray:
-        """Return P(important), [n]."""
+        """Return the probability of the positive label, [n]."""
         probabilities: np.ndarray = expit(features @ self.weight + self.bias)
         return probabilities
 
@@ -58,7 +58,7 @@ def fit_linear(features: np.ndarray, important: np.ndarray, c: float) -> LinearF
     """Fit a logistic regression on standardised features; C is scikit-learn's inverse strength of the L2 penalty."""
     mean, scale = features.mean(0), features.std(0)
     scale = np.where(scale > 1e-8, scale, 1.0)
-    model = LogisticRegression(C=c, max_iter=MAX_ITER)
+    model = LogisticRegression(C=c, max_iter=_MAX_ITER)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # weak penalties rank well before convergence
         model.fit((features - mean) / scale, important)
@@ -69,7 +69,7 @@ def fit_linear(features: np.ndarray, important: np.ndarray, c: float) -> LinearF
 def train_judge(
     tokens: LabelledTokens, pair: PairIdentity, task: str, *, settings: JudgeTraining, progress: Progress = no_progress
 ) -> JudgeHead:
-    """Train the head with the C that ranks held-out problems best.
+    """Train AutoJudge's head with the C that ranks held-out problems best.
 
     The recommended threshold catches 90% of the held-out important tokens.
 
@@ -108,7 +108,7 @@ def train_state_arbiter(
     settings: StateArbiterTraining,
     progress: Progress = no_progress,
 ) -> StateArbiter:
-    """Train both heads, each with the C of lowest log loss on held-out problems; recommend threshold 0.5.
+    """Train the state arbiter's two heads, each with the C of lowest log loss on held-out problems; threshold 0.5.
 
     The two probabilities are compared with each other, so they must be calibrated, not only well ranked. The draft's
     side is better so rarely that a single held-out set has too few cases, so C is chosen by cross-validation.
@@ -171,7 +171,7 @@ def _held_out_scores(
 def train_pivot(
     tokens: LabelledTokens, pair: PairIdentity, task: str, *, settings: PivotTraining, progress: Progress = no_progress
 ) -> PivotHead:
-    """Train the head with the smallest validation loss; its recommended threshold catches 90% of the held-out pivots.
+    """Train PAD's head to the smallest validation loss; its recommended threshold catches 90% of the held-out pivots.
 
     Raises:
         SpecError: labels of one kind only.

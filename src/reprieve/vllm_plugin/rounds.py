@@ -1,6 +1,6 @@
 """Rules in one worker: turn requests into rows, a round's tensors into decisions, and its outcome into counts.
 
-Uses vLLM's tensors and request ids but none of its classes: those are left to `v1` and `v2`.
+Uses vLLM's tensors and request ids but none of its classes: those are left to `v1`, `v2` and `v2_processor`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Pending:
 
 @dataclass
 class RoundCounter:
-    """Counts of one worker, until its output takes them along.
+    """Counts of one worker, until they are attached to its output.
 
     Args:
         menu: the operator's rules.
@@ -172,7 +172,7 @@ class WorkerRules:
 
     @property
     def status(self) -> dict[str, Any]:
-        """For health checks: plain values that travel between processes."""
+        """Plain values for health checks."""
         return {
             "active": True,
             "rank": self.rank,
@@ -256,12 +256,12 @@ class WorkerRules:
         """
         if all(row.strict for row in rows):
             return None
-        with self.guarded("the rule failed; its requests are served losslessly"):
+        with self.guarded():
             return decide(rows, make_batch())
         return None
 
     @contextmanager
-    def guarded(self, message: str) -> Iterator[None]:
+    def guarded(self, message: str = "the rule failed; its requests are served losslessly") -> Iterator[None]:
         """Keep exceptions of the plugin from ending the engine: count them all and log the first."""
         try:
             yield

@@ -159,7 +159,7 @@ def patch_rejection(processor: RuleProcessor) -> None:
         if chunk is None:
             plain: tuple[Tensor, Tensor] = original(target_logits, draft_logits, draft_sampled, *rest, **more)
             return plain
-        with current[0].rules.guarded("the rule failed; its requests are served losslessly"):
+        with current[0].rules.guarded():
             target_logits, draft_sampled = _refused(chunk, target_logits, draft_sampled)
         sampled, num_sampled = original(target_logits, draft_logits, draft_sampled, *rest, **more)
         accepted = num_sampled.long() - 1  # the last is vLLM's own token

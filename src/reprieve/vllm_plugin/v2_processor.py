@@ -154,7 +154,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not insta
         """Lift the drafted tokens that a rule accepts."""
         if (current := self.round) is None:
             return logits
-        with self.rules.guarded("the rule failed; its requests are served losslessly"):
+        with self.rules.guarded():
             sizes = [int(count) for count in current.num_rows[current.requests]]
             requests = [
                 self.rules.in_force(
