@@ -84,12 +84,17 @@ class Bench(Command):
         if self.verdicts.judge is not None:  # a judge that cannot be used fails before anything is measured
             from reprieve.tasks.chat import make_chat
 
+            self._require_baseline(arms)
             chat = make_chat(self.verdicts.judge)
         run, results = self._measure(arms, command)
         status = self._report(run, results)
         if chat is not None and run.complete:
             _show_verdicts(run, chat, self.verdicts, self.out)
         return status
+
+    def _require_baseline(self, arms: list[Arm]) -> None:
+        if self.verdicts.judge is not None:
+            require_choice("baseline", self.verdicts.baseline, tuple(arm.label for arm in arms))
 
     def _measure(self, arms: list[Arm], command: Command) -> tuple[Run, Results]:
         from reprieve.bench.engine import RunConfig
@@ -102,8 +107,7 @@ class Bench(Command):
         with opened as (engine, task):
             alone = (TARGET_ONLY, DRAFT_ONLY)  # left out where the engine cannot run them
             arms = [arm for arm in arms if arm.label not in alone or not engine.refusal(arm, settings.drafter)]
-            if self.verdicts.judge is not None:
-                require_choice("baseline", self.verdicts.baseline, tuple(arm.label for arm in arms))
+            self._require_baseline(arms)
             config = RunConfig.of(engine, arms, settings, command=screen.command_line())
             run = Run(config, arms, engine, task, self.out)
             command.keep_config(self.out)
