@@ -12,16 +12,6 @@ from reprieve.errors import ReprieveError
 __all__ = ["require_active"]
 
 
-def register() -> None:
-    """Install the plugin's hooks in a process of vLLM (`vllm.general_plugins`); they do nothing unless configured.
-
-    The import is in here so that its failure stops vLLM: a module that cannot be imported is only logged.
-    """
-    from reprieve.vllm_plugin import startup
-
-    startup.register()
-
-
 def require_active(llm: Any) -> list[dict[str, Any]]:
     """Return the plugin's state in every worker of an offline `LLM`, one dictionary each.
 
