@@ -229,11 +229,12 @@ def test_traces_equal_the_rounds_of_the_decoder(pair, temperature, ends):
     assert [(one.start, one.draft_ids, one.target_ids) for one in rounds] == wanted
 
 
-def test_a_prompt_without_room_for_its_response_is_refused():
-    blocks = BlockReader(None, None, None, None, num_positions=10)
-    blocks.require_room([1, 2], 8)
-    with pytest.raises(ContextOverflowError, match="2 prompt \\+ 9 new tokens need more than the models' 10 positions"):
-        blocks.require_room([1, 2], 9)
+def test_a_prompt_without_room_for_its_response_is_refused(pair):
+    limit = pair.num_positions
+    blocks = BlockReader(None, None, None, None, models=[pair.target, pair.draft])
+    blocks.require_room([1, 2], limit - 2)
+    with pytest.raises(ContextOverflowError, match=rf"2 prompt \+ {limit - 1} new tokens need .* has {limit}; shorten"):
+        blocks.require_room([1, 2], limit - 1)
     with pytest.raises(SpecError, match="at least one token"):
         blocks.require_room([], 1)
 

@@ -193,7 +193,7 @@ def _block_maker(pair: Pair, target: Target) -> Callable[[SamplingParams], Block
             read,
             target.run_blocking,
             Sampler(params, pair.device),
-            num_positions=pair.num_positions,
+            models=[model for model in (pair.target, pair.draft) if model is not None],
         )
 
     return make

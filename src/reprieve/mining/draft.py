@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from reprieve.errors import ContextOverflowError, SpecError
+from reprieve.errors import SpecError
 from reprieve.models.attention import without_cudnn
 from reprieve.models.cache import RollbackCache
-from reprieve.models.cached_model import CachedModel, execution_device, shared_length
+from reprieve.models.cached_model import CachedModel, execution_device, require_positions, shared_length
 from reprieve.models.eagle3 import EagleHead
 from reprieve.models.sampling import GumbelNoise, Sampler, gumbel_choice
 from reprieve.transfers import device_tensor
@@ -207,7 +207,7 @@ class BlockReader:
         read: reads the target.
         run_blocking: runs drafting and sampling (`Target.run_blocking`).
         sampler: of the problem.
-        num_positions: tokens that the models can read; None if unknown.
+        models: those that must be able to read a prompt and its response.
     """
 
     def __init__(
@@ -217,27 +217,25 @@ class BlockReader:
         run_blocking: Callable[..., Awaitable[Any]],
         sampler: Sampler,
         *,
-        num_positions: int | None = None,
+        models: Sequence[PreTrainedModel] = (),
     ) -> None:
         self.read = read
         self.run_blocking = run_blocking
         self.sampler = sampler
-        self._draft, self._num_positions = draft, num_positions
+        self._draft, self._models = draft, models
 
     def require_room(self, prompt_ids: list[int], num_new: int) -> None:
         """Refuse a prompt without tokens, or one that leaves no room for its response.
 
         Raises:
             SpecError: no tokens.
-            ContextOverflowError: prompt and response are longer than the models can read.
+            ContextOverflowError: prompt and response are longer than a model can read.
         """
         if not prompt_ids:
             raise SpecError("prompt must hold at least one token, got none")
-        if self._num_positions is not None and len(prompt_ids) + num_new > self._num_positions:
-            raise ContextOverflowError(
-                f"{len(prompt_ids)} prompt + {num_new} new tokens need more than the models' {self._num_positions} "
-                "positions; shorten the prompt or lower max_new_tokens"
-            )
+        for model in self._models:
+            what = f"{len(prompt_ids)} prompt + {num_new} new tokens"
+            require_positions(model, len(prompt_ids) + num_new, what=what)
 
     async def draft(self, text: list[int], size: int) -> tuple[list[int], list[Tensor]]:
         """Return drafted tokens and the logits [V] that each was drawn from."""
