@@ -22,6 +22,13 @@ def test_lines_of_progress_come_while_nothing_finishes_and_at_the_end(monkeypatc
     assert lines[-1].startswith("5 of 5 answers after ")
 
 
+def test_the_time_left_is_estimated_from_all_that_this_run_did():
+    line = screen.progress_line(50, 100, "answers", 120.0, resumed=40)
+    assert line == "50 of 100 answers after 120 s, about 600 s left"
+    assert screen.progress_line(40, 100, "answers", 60.0, resumed=40) == "40 of 100 answers after 60 s"
+    assert screen.progress_line(100, 100, "answers", 60.0, resumed=0) == "100 of 100 answers after 60 s"
+
+
 def test_before_the_first_report_the_line_gives_no_total(monkeypatch, capsys):
     monkeypatch.setattr(screen, "_REPORT_SECONDS", 0.02)
     text, deadline = "", time.monotonic() + 20

@@ -66,6 +66,21 @@ def confirm(question: str) -> bool:
     return console(stderr=True).input(f"{question} \\[y/N] ").strip().lower() in ("y", "yes")
 
 
+def progress_line(done: float, total: float | None, unit: str, seconds: float, resumed: float) -> str:
+    """One line of progress; the time left is estimated from all that this run did.
+
+    Rich estimates it from the last 30 seconds, in which all answers of a batch may end together, or none.
+
+    Args:
+        resumed: of `done`, how many an earlier run did.
+    """
+    of = "" if total is None else f" of {total:.0f}"
+    left = ""
+    if total and resumed < done < total:
+        left = f", about {seconds * (total - done) / (done - resumed):.0f} s left"
+    return f"{done:.0f}{of} {unit} after {seconds:.0f} s{left}"
+
+
 @contextlib.contextmanager
 def progress(title: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
     """Yield a callback `(done, total)` that updates a progress bar on stderr.
@@ -93,12 +108,12 @@ def progress(title: str, unit: str = "") -> Iterator[Callable[[int, int], None]]
     [task] = bar.tasks
     started, ended = time.monotonic(), threading.Event()
     shown: tuple[int, int] | None = None  # the last finished total
+    resumed: int | None = None  # done before this run
     failures: list[BaseException] = []  # of the thread, such as a closed stderr
 
     def show() -> None:
-        of = "" if task.total is None else f" of {task.total:.0f}"
-        left = f", about {task.time_remaining:.0f} s left" if task.time_remaining else ""
-        terminal.print(f"{task.completed:.0f}{of} {unit or title} after {time.monotonic() - started:.0f} s{left}")
+        seconds = time.monotonic() - started
+        terminal.print(progress_line(task.completed, task.total, unit or title, seconds, resumed or 0))
 
     def show_each_minute() -> None:
         try:
@@ -108,9 +123,10 @@ def progress(title: str, unit: str = "") -> Iterator[Callable[[int, int], None]]
             failures.append(error)
 
     def report(done: int, total: int) -> None:
-        nonlocal shown
+        nonlocal shown, resumed
         if failures:
             raise failures[0]
+        resumed = done if resumed is None else resumed
         bar.update(task.id, completed=done, total=total)
         if not terminal.is_terminal and done == total and shown != (done, total):
             shown = done, total
