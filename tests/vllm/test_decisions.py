@@ -23,7 +23,7 @@ from tests.vllm.runner import V2
 
 pytestmark = pytest.mark.skipif(V2, reason="of the V1 runner")
 
-NUM_ANSWERS = 5
+NUM_ANSWERS = 3
 NUM_ROUNDS = 6
 
 
@@ -40,7 +40,7 @@ def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypa
     decoder = local_decoder(spec)
     for number, problem in enumerate(problems[:NUM_ANSWERS]):
         recorder.rounds.append([])
-        decoder.generate(problem.prompt, SamplingParams(max_new_tokens=56, temperature=temperature, seed=number))
+        decoder.generate(problem.prompt, SamplingParams(max_new_tokens=48, temperature=temperature, seed=number))
     menu = Menu.load(spec, target=ARITHMETIC.name)
     rules = WorkerRules(menu.map_policies(lambda policy: dataclasses.replace(policy, rule=decoder.rule)))
     rescued = decided = 0

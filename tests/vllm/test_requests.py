@@ -20,7 +20,7 @@ def llm():
 
 
 def params(**asked):
-    return SamplingParams(temperature=0, max_tokens=160, extra_args=asked or None)
+    return SamplingParams(temperature=0, max_tokens=80, extra_args=asked or None)
 
 
 def generate(llm, problems, parameters):
@@ -49,7 +49,7 @@ def test_sampling_and_greedy_requests_share_a_batch(llm, problems, spec):
     use_rule(llm, spec)
     chosen = [problem.prompt for problem in problems[:12]]
     wanted = [
-        SamplingParams(temperature=0.9 * (place % 2), top_p=0.95, seed=place, max_tokens=80) for place in range(12)
+        SamplingParams(temperature=0.9 * (place % 2), top_p=0.95, seed=place, max_tokens=48) for place in range(12)
     ]
     mixed = texts(llm.generate(chosen, wanted, use_tqdm=False))
     for kind in (0, 1):

@@ -146,8 +146,14 @@ class Batch:
         return outputs
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("spec", RULES)
+# Above 0, those for which the processor prepares other inputs; V1's test has the others, whose code is the same.
+SAMPLED = ("judge", "lenience", "fuzzy", "random", "asd", "cascade", "margin:delta=9")
+
+
+@pytest.mark.parametrize(
+    ("spec", "temperature"),
+    [(spec, 0.0) for spec in RULES] + [(spec, 0.8) for spec in RULES if spec.startswith(SAMPLED)],
+)
 def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypatch):
     from reprieve.vllm_plugin.v2_processor import V2Round
 
@@ -278,7 +284,7 @@ def test_greedy_and_sampling_requests_of_one_rule_share_a_batch():
 @pytest.mark.parametrize("truncation", [{}, {"top_k": 3}, {"top_p": 0.5}])
 def test_the_lossless_check_is_vllms_own(truncation):
     """vLLM draws and judges drafts without top-k and top-p, also where another rule reads truncated ones."""
-    num, heat = 100, 0.9
+    num, heat = 40, 0.9
     draw = torch.Generator().manual_seed(SEED)
     target, draft = 1.5 * torch.randn(num, V, generator=draw), 1.5 * torch.randn(num, V, generator=draw)
     ids = torch.multinomial((draft / heat).softmax(-1), 1, generator=draw).tolist()
@@ -302,12 +308,12 @@ def test_a_token_that_vllm_forces_stays_forced(spec, temperature):
     """As when a thinking budget is spent: vLLM sets its logit to 1e9 after all processors, before the temperature."""
     logits = torch.tensor([3.0, 2.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]).expand(2, V)
     processor = hooks_of(WorkerRules(Menu.load(spec)))
-    for slot in range(20):
+    for slot in range(5):
         admit(processor, slot, params_of(temperature))
     draft_logits = logits[:1].expand(64, 1, V).contiguous()
-    batch = Batch([[1]] * 20, [logits] * 20)
+    batch = Batch([[1]] * 5, [logits] * 5)
     outputs = batch.verify(processor, temperatures=torch.full((64,), temperature), draft_logits=draft_logits, forced=6)
-    assert [output[0] for output in outputs] == [6] * 20 and processor.rules.failures == 0
+    assert [output[0] for output in outputs] == [6] * 5 and processor.rules.failures == 0
 
 
 def test_rounds_of_vllms_warm_up_are_not_counted():
@@ -343,10 +349,10 @@ def test_a_span_is_followed_on_the_device():
 
 @pytest.mark.parametrize("drafted", ["sampled", "certain"])
 def test_sampled_tokens_have_the_right_distribution(drafted):
-    """400 draws of the first token against its exact distribution, strict and with a rule that accepts more."""
-    num, heat = 400, 0.7
+    """200 draws of the first token against its exact distribution, strict and with a rule that accepts one more."""
+    num, heat = 200, 0.7
     draw = torch.Generator().manual_seed(SEED)
-    target, draft = 1.5 * torch.randn(V, generator=draw), 1.5 * torch.randn(V, generator=draw)
+    target, draft = torch.randn(V, generator=draw), torch.randn(V, generator=draw)
     p, q = (target / heat).softmax(-1), (draft / heat).softmax(-1)
     ids = torch.multinomial(q, num, replacement=True, generator=draw)
     batch = Batch(
@@ -354,21 +360,24 @@ def test_sampled_tokens_have_the_right_distribution(drafted):
     )
     draft_logits = draft.expand(num, 1, V).contiguous() if drafted == "sampled" else None
     proposal = q if drafted == "sampled" else torch.ones(V)
-    for spec in ("margin:delta=0", "margin:delta=1"):
+    for spec, delta, num_close in (("margin:delta=0", 0.0, 1), ("margin:delta=3", 3.0, 2)):
         processor = hooks_of(WorkerRules(Menu.load(spec)), slots=num)
         for slot in range(num):
             admit(processor, slot, params_of(heat))
         outputs = batch.verify(processor, temperatures=torch.full((num,), heat), draft_logits=draft_logits)
         scores = target / heat
-        rescued = scores.amax() - scores <= (0.0 if spec.endswith("0") else 1.0)
+        rescued = scores.amax() - scores <= delta
+        assert int(rescued.sum()) == num_close
         passes = torch.where(rescued, 1.0, (p / proposal).clamp_max(1.0))
-        expected = q * passes
-        for token in range(V):  # what follows a refusal of this token
-            residual = (p - q).clamp_min(0) if drafted == "sampled" else p.masked_fill(torch.arange(V) == token, 0)
-            expected = expected + q[token] * (1 - passes[token]) * residual / residual.sum().clamp_min(1e-12)
-        counts = torch.bincount(torch.tensor([output[0] for output in outputs]), minlength=V)
-        statistic = float(((counts - num * expected) ** 2 / (num * expected)).sum())
-        assert statistic < 24.3, (spec, statistic)  # chi-square, 7 degrees of freedom: p = 0.001
+        residual = (p - q).clamp_min(0).expand(V, V) if drafted == "sampled" else p * (1 - torch.eye(V))
+        residual = residual / residual.sum(-1, keepdim=True).clamp_min(1e-12)  # [refused token, what follows]
+        expected = num * torch.cat([q * passes, (q * (1 - passes)) @ residual])  # accepted, then after a refusal
+        seen = torch.tensor([output[0] + V * (len(output) == 1) for output in outputs])
+        counts, rare = torch.bincount(seen, minlength=2 * V), expected < 5
+        pooled = [torch.cat([cells[~rare], cells[rare].sum()[None]]) for cells in (counts, expected)]
+        statistic = ((pooled[0] - pooled[1]) ** 2 / pooled[1]).sum()
+        chance = 1 - torch.special.gammainc((~rare).sum() / 2, statistic / 2)  # chi-square
+        assert chance > 0.001, (spec, float(statistic))
 
 
 def test_a_masked_or_padded_token_is_never_accepted():

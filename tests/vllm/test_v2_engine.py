@@ -47,7 +47,7 @@ def test_eight_requests_of_different_rules_each_equal_their_pure_run(llm, proble
         {"reprieve_rule": "asd"}, {"reprieve_rule": "top_k", "reprieve_threshold": 20},
     ]  # fmt: skip
     prompt = problems[1].prompt
-    params = [SamplingParams(temperature=0, max_tokens=32, extra_args=asked or None) for asked in wishes]
+    params = [SamplingParams(temperature=0, max_tokens=20, extra_args=asked or None) for asked in wishes]
     mixed = generate(llm, [prompt] * 8, params)
     for place in range(8):
         assert texts(generate(llm, [prompt], params[place])) == texts(mixed[place : place + 1]), wishes[place]
