@@ -3,7 +3,7 @@
 import reprieve
 
 pair = reprieve.load_pair()
-problems = reprieve.load_task("word_problems").problems("test", 5)
+problems = reprieve.load_task("word_problems").problems("test", 3)
 params = reprieve.SamplingParams(temperature=1.0)
 drafter = "eagle3:top_k=4,total_tokens=16,prune=entropy"
 

@@ -32,8 +32,8 @@ def task(bundled_pair):
 
 @pytest.fixture
 def short(bundled_pair):
-    """The task with answers of 40 tokens, for tests that do not read them."""
-    return with_prompts(load_task("arithmetic"), bundled_pair.tokenizer, PromptSettings(max_new_tokens=40))
+    """The task with answers of 28 tokens, for tests that do not read them."""
+    return with_prompts(load_task("arithmetic"), bundled_pair.tokenizer, PromptSettings(max_new_tokens=28))
 
 
 def arms_of(*specs):
@@ -46,14 +46,14 @@ def engine_of(pair, parallel=6):
 
 @pytest.mark.slow
 def test_a_batch_gives_the_local_engines_answers(bundled_pair, task, tmp_path):
-    arms = arms_of(*SPECS)
+    arms, settings = arms_of(*SPECS), RunSettings(task="arithmetic", limit=2)
     runs = []
-    for engine in (LocalEngine(bundled_pair), engine_of(bundled_pair)):
-        config = RunConfig.of(engine, arms, SETTINGS)
+    for engine in (LocalEngine(bundled_pair), engine_of(bundled_pair, parallel=4)):  # more answers than rows
+        config = RunConfig.of(engine, arms, settings)
         runs.append(run_arms(config, arms, engine, task, tmp_path / config.engine))
     names = ("arm", "problem_id", "answer", "correct", "text", "num_tokens", "num_rounds", "num_rescued", "spans")
     ours, theirs = (sorted(tuple(getattr(record, name) for name in names) for record in run.records) for run in runs)
-    assert ours == theirs and len(ours) == 30
+    assert ours == theirs and len(ours) == 12
     results = summarise(runs[1])
     assert results.config.engine == "batched" and all(arm.tokens_per_second is None for arm in results.arms)
     assert results.arms[3].num_rescued > 0
@@ -147,7 +147,7 @@ def test_what_a_batch_cannot_decode_is_refused(bundled_pair, spec, reason):
 @pytest.mark.slow
 def test_the_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    bench = ["bench", *SMALL, "--arm", "margin:delta=2", "--limit", "3", "--out", "run"]
+    bench = ["bench", *SMALL, "--arm", "margin:delta=2", "--limit", "2", "--max-new-tokens", "24", "--out", "run"]
     assert main([*bench, "--engine", "batched:parallel=3"]) == 0
     assert "answers shared batches: `reprieve bench --engine local` measures them" in capsys.readouterr().err
     assert EngineSettings("batched").draft_tokens("auto", 4) == (8, 4)

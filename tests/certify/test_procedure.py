@@ -18,8 +18,9 @@ from reprieve.bench.settings import CertifySettings, Promise
 from reprieve.certify.procedure import Plan, _require_first_walk, certify
 from reprieve.errors import ReprieveError, SpecError
 from reprieve.heads.certificates import Certificate
-from reprieve.settings import SamplingSettings
+from reprieve.settings import PromptSettings, SamplingSettings
 from reprieve.tasks import load_task
+from reprieve.tasks.prompting import with_prompts
 from tests.bench.toys import TwoTurns, run, settings
 from tests.kit.records import a_record
 from tests.kit.toys import ToyTask
@@ -176,12 +177,14 @@ def test_a_folder_without_answers_can_be_claimed_by_any_run(tmp_path):
 @pytest.mark.slow
 def test_several_processes_give_the_same_answers(tmp_path, bundled_pair):
     arms = make_arms(["margin:delta=2"], [4])[2:]
-    task = load_task("arithmetic")
-    config = RunConfig.of(LocalEngine(bundled_pair), arms, settings(task="arithmetic", limit=5))
+    prompt = PromptSettings(max_new_tokens=40)
+    task = with_prompts(load_task("arithmetic"), bundled_pair.tokenizer, prompt)
+    # Six jobs are two chunks, so both processes answer.
+    config = RunConfig.of(LocalEngine(bundled_pair), arms, settings(task="arithmetic", limit=3, prompt=prompt))
     runs = [Run(config, arms, LocalEngine(bundled_pair, num_workers=n), task, tmp_path / str(n)) for n in (1, 2)]
     assert all(run.measure() for run in runs)
     alone, together = ({(r.arm, r.problem_id): r.text for r in run.records} for run in runs)
-    assert alone == together and len(alone) == 10
+    assert alone == together and len(alone) == 6
 
 
 def test_a_length_head_of_ones_own_does_not_hide_the_lossless_answers():

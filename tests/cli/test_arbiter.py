@@ -71,16 +71,16 @@ def test_the_whole_method_runs_from_the_command_line(tmp_path, monkeypatch, caps
     """Mine, warm up, reinforce, audit and decode with the bundled pair, at the smallest sizes."""
     monkeypatch.chdir(tmp_path)
     mine = ["mine", "arbitration", *SMALL, "--num-draft-tokens", "8", "--max-mismatches", "1"]
-    assert main([*mine, "--limit", "3"]) == 0
+    assert main([*mine, "--limit", "3", "--max-new-tokens", "64"]) == 0
     assert main(["train", "arbiter", *SMALL, "--preset", "small", "--epochs", "1", "--out", "sft"]) == 0
     small = ["--prompts-per-update", "1", "--group-size", "2", "--updates", "1", "--validation", "2"]
-    small += ["--validation-temperature", "1", "--num-draft-tokens", "8"]
+    small += ["--validation-temperature", "1", "--num-draft-tokens", "8", "--max-new-tokens", "40"]
     climb = [*SMALL, "--start", "sft/arbiter", "--preset", "small", *small, "--out", "rl"]
     assert run_command(Reinforce, climb) == 0
     before = (tmp_path / "rl" / "metrics.jsonl").read_text()
     assert run_command(Reinforce, climb) == 0
     assert (tmp_path / "rl" / "metrics.jsonl").read_text() == before, "again: there is nothing left to do"
-    audit = [*SMALL, "--rule", "arbiter:path=rl/arbiter", "--limit", "2"]
+    audit = [*SMALL, "--rule", "arbiter:path=rl/arbiter", "--limit", "2", "--max-new-tokens", "40"]
     audit += ["--out", "audit.json"]
     assert run_command(Branches, audit) == 0
     found = json.loads((tmp_path / "audit.json").read_text())

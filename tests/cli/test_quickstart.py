@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reprieve.cli import quickstart, screen
+from reprieve.cli import quickstart, screen, trial
 from reprieve.cli.command import Pipeline
 from reprieve.cli.main import main
 from reprieve.errors import ReprieveError
@@ -133,8 +133,13 @@ def test_without_enough_problems_nothing_is_certified_and_the_policy_is_strict(d
 
 @pytest.mark.slow
 def test_it_turns_a_file_into_a_certificate_despite_interruptions(data, monkeypatch, capsys):
-    monkeypatch.setattr(quickstart, "_THRESHOLDS", (0.05, 0.4))
+    monkeypatch.setattr(quickstart, "_THRESHOLDS", (0.05,))
     monkeypatch.setattr(quickstart, "_COMPARED", 2)
+    monkeypatch.setattr(trial, "_NUM_TRIED", 1)
+    problems = load_task("arithmetic").problems("train", 1000)
+    easy = [problem for problem in problems if len(problem.steps) == 2 and problem.family != "share"]  # short answers
+    rows = [{"question": problem.question, "answer": problem.reference} for problem in easy]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     stages = []
     run = Pipeline.run
 
@@ -147,7 +152,8 @@ def test_it_turns_a_file_into_a_certificate_despite_interruptions(data, monkeypa
 
     monkeypatch.setattr(Pipeline, "run", interrupted)
     small = ["--mine-limit", "6", "--certify-limit", "10", "--max-drop", "0.9", "--max-growth", "10"]
-    command = ["quickstart", *SMALL, "--data", str(data), *FLAGS, *small, "--workers", "1", "--out", "out"]
+    form = [*FLAGS[:4], "--max-new-tokens", "100"]
+    command = ["quickstart", *SMALL, "--data", str(data), *form, *small, "--workers", "1", "--out", "out"]
     assert [main(command) for _ in range(4)] == [130, 130, 130, 0]
     said = capsys.readouterr().out
     assert "loses less than 90 points" in said and "reprieve serve" in said and "--engine vllm" in said

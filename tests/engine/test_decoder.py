@@ -144,18 +144,20 @@ def test_the_ngram_drafter_proposes_the_tokens_that_followed_last_time():
 
 def test_per_request_dial_changes_one_answer_only(target, draft):
     model = decoder(target, draft, rule="top_k:k=2")
-    plain = model.generate(PROMPT).num_rescued
-    assert model.generate(PROMPT, dial=1).num_rescued == 0
-    assert model.generate(PROMPT, dial=48).num_rescued > plain
-    assert model.generate(PROMPT).num_rescued == plain
+    short = SamplingParams(max_new_tokens=40)
+    plain = model.generate(PROMPT, short).num_rescued
+    assert model.generate(PROMPT, short, dial=1).num_rescued == 0
+    assert model.generate(PROMPT, short, dial=48).num_rescued > plain
+    assert model.generate(PROMPT, short).num_rescued == plain
 
 
 def test_a_decoder_that_is_in_use_refuses_a_second_answer(target, draft):
     model = decoder(target, draft)
-    before = model.generate(PROMPT).token_ids
+    short = SamplingParams(max_new_tokens=20)
+    before = model.generate(PROMPT, short).token_ids
     with pytest.raises(SpecError, match="generating an answer already: give each thread a decoder of its own"):
-        model.generate(PROMPT, on_token=lambda token, text: model.generate(PROMPT))
-    assert model.generate(PROMPT).token_ids == before, "an error ends the use"
+        model.generate(PROMPT, short, on_token=lambda token, text: model.generate(PROMPT))
+    assert model.generate(PROMPT, short).token_ids == before, "an error ends the use"
 
 
 @pytest.mark.parametrize(("prompt", "message"), [(b"text", "a text or token ids"), ("\ud800", "valid Unicode")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 
 import numpy as np
@@ -56,15 +57,19 @@ def exact_probs(model, prompt, length, params):
 def tree_of_samples(draft, iid):
     """Two children at each of two levels: drawn from the draft, or its two best (deterministic)."""
 
+    @functools.cache
+    def row_of(text):
+        with torch.no_grad():
+            return draft(torch.tensor([text])).logits[0, -1]
+
     def script(drafter):
         def propose(committed, max_depth):
             tokens, parents, logits = [], [], []
-            frontier = [(ROOT, list(committed))]
+            frontier = [(ROOT, tuple(committed))]
             for _ in range(min(2, max_depth)):
                 following = []
                 for parent, text in frontier:
-                    with torch.no_grad():
-                        row = draft(torch.tensor([text])).logits[0, -1]
+                    row = row_of(text)
                     if iid:
                         chosen = [int(drafter.sampler.draft_token(row[None])) for _ in range(2)]
                     else:
@@ -73,7 +78,7 @@ def tree_of_samples(draft, iid):
                         tokens.append(token)
                         parents.append(parent)
                         logits.append(row)
-                        following.append((len(tokens) - 1, [*text, token]))
+                        following.append((len(tokens) - 1, (*text, token)))
                 frontier = following
             return Block(torch.tensor(tokens), tuple(parents), torch.stack(logits), deterministic=not iid)
 
@@ -105,9 +110,10 @@ EAGLES = ("eagle3", "eagle3, pruned", "eagle3, weighed")
 def test_sampled_lossless_preserves_the_targets_distribution(drafting):
     """Chi-square over all texts of three tokens from a vocabulary of four; seeded, so it is deterministic."""
     size, length = 4, 3
-    num_answers = 800 if drafting.startswith("eagle3") else 1500  # a head's trees take several forwards each
+    num_answers = 500 if drafting.startswith("eagle3") else 1000 if drafting == "tree, iid" else 750
     target = tiny_model(seed=3, vocab_size=size, scale=5.0)
-    draft = perturbed(target, noise=0.12)
+    # A draft this far away shows a wrong residual of blocks and trees in few answers.
+    draft = perturbed(target, noise=0.12 if drafting.endswith("learned length") else 0.2)
     prompt = [1, 2, 3, 0]
     params = SamplingParams(max_new_tokens=length, temperature=1.3, top_k=3, top_p=0.97)
     if drafting == "greedy chain":
@@ -188,9 +194,9 @@ def test_a_relaxed_rule_fails_the_same_chi_square():
         lambda seed: (
             decoder.generate([1, 2, 3, 0], SamplingParams(max_new_tokens=2, temperature=1.0, seed=seed)).token_ids
         ),
-        1500,
+        300,
         size,
         1,
     )
-    expected = exact_probs(target, [1, 2, 3, 0], 1, SamplingParams(temperature=1.0)) * 1500
+    expected = exact_probs(target, [1, 2, 3, 0], 1, SamplingParams(temperature=1.0)) * 300
     assert chisquare(counts, expected * counts.sum() / expected.sum()).pvalue < 1e-6

@@ -73,7 +73,7 @@ def test_invalid_k_is_refused(bundled_pair, value, drafter):
 @pytest.mark.slow
 def test_auto_gives_the_targets_answers_and_drafts_few_rejected_tokens(bundled_pair):
     task = reprieve.load_task("arithmetic")
-    problems = task.problems("test", 6)
+    problems = task.problems("test", 3)
     params = reprieve.SamplingParams(max_new_tokens=task.max_new_tokens)
     auto, plain = bundled_pair.decoder(), bundled_pair.decoder("target_only")
     made = [auto.generate(problem.prompt, params) for problem in problems]

@@ -72,9 +72,13 @@ CLIMB = Reinforcement(
 )
 
 
+class ShortParity(ParityTask):
+    max_new_tokens = 12
+
+
 def climb(pair, folder, *, start=None, settings=CLIMB, num_workers=1, progress=lambda done, total: None):
     start = start or untrained(pair, ArbiterShape(), "parity", 4)
     rollouts = RolloutSettings("parity", 4, pair=PairSettings("tiny/target", "tiny/draft"))
     return reinforce(
-        pair, ParityTask(), start, rollouts, folder, settings=settings, num_workers=num_workers, progress=progress
+        pair, ShortParity(), start, rollouts, folder, settings=settings, num_workers=num_workers, progress=progress
     )

@@ -68,7 +68,9 @@ class PairServer:
         self.most_waiting = max(self.most_waiting, len(self.waiting))
         with self.lock:
             self.waiting.remove(threading.get_ident())
-            decoder = self._decoders.setdefault(rule.spec, self.pair.decoder(rule, num_draft_tokens=self.k))
+            if rule.spec not in self._decoders:
+                self._decoders[rule.spec] = self.pair.decoder(rule, num_draft_tokens=self.k)
+            decoder = self._decoders[rule.spec]
             return [
                 decoder.generate(
                     asked["prompt"], SamplingParams(**{**vars(params), "seed": (asked.get("seed") or 0) + number})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +14,6 @@ import pytest
 from reprieve.engine.continuations import Session
 from reprieve.errors import SpecError
 from reprieve.mining.building import build
-from reprieve.mining.settings import AutoJudgeMining
 from reprieve.mining.target import ApiTarget, ResponseFormat, TokenizationError
 from reprieve.settings import PairSettings, SamplingParams
 from tests.kit.mining import EOS, ScriptedTarget, miner, problem
@@ -54,18 +54,17 @@ class FakeApi(BaseHTTPRequestHandler):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prompts", ["text", "tokens"])
-def test_an_api_target_gives_the_same_labels_as_a_local_one(prompts, monkeypatch, bundled_pair):
+def test_an_api_target_gives_the_same_labels_as_a_local_one(prompts, short, monkeypatch, bundled_pair):
+    settings, ours = short
     FakeApi.tokenizer = bundled_pair.tokenizer
     FakeApi.decoder = bundled_pair.decoder("target_only")
     server = ThreadingHTTPServer(("127.0.0.1", 0), FakeApi)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    local = build(AutoJudgeMining(limit=1, task="arithmetic", pair=PairSettings(BUNDLED)))
     big = PairSettings("big", BUNDLED)
-    served = build(AutoJudgeMining(limit=1, task="arithmetic", pair=big, api_url=url, api_prompts=prompts))
+    served = build(dataclasses.replace(settings, pair=big, api_url=url, api_prompts=prompts))
     try:
-        ours = asyncio.run(local.miner.mine(local.problems[0]))
         theirs = asyncio.run(served.miner.mine(served.problems[0]))
     finally:
         server.shutdown()

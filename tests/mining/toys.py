@@ -8,6 +8,7 @@ from reprieve.mining.store import MINED, Mismatch, ProblemLabels
 from tests.kit.tiny import IDENTITY
 
 MANIFEST = {"miner": "autojudge", "task": "words", **dataclasses.asdict(IDENTITY)}
+SHORT = 69  # a training problem with a short answer, whose mismatches are of both kinds
 
 
 def labels(problem_id="p-1", important=True) -> ProblemLabels:

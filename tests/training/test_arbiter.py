@@ -198,7 +198,7 @@ def test_rewarding_length_raises_acceptance(pair, tmp_path):
 
     start = untrained(pair, ArbiterShape(), "parity", 4)
     rollouts = RolloutSettings("parity", 4, pair=PairSettings("tiny/target", "tiny/draft"))
-    settings = dataclasses.replace(CLIMB, num_updates=8, learning_rate=1e-2, validate_every=8)
+    settings = dataclasses.replace(CLIMB, num_updates=8, learning_rate=1e-2, validate_every=8, num_validation=1)
     reinforce(pair, AllRight(), start, rollouts, tmp_path, settings=settings)
     accepted = [line["accepted"] for line in read(tmp_path) if line["kind"] == "train"]
     assert accepted[-1] > accepted[0] + 0.2
