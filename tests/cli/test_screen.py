@@ -23,10 +23,22 @@ def test_lines_of_progress_come_while_nothing_finishes_and_at_the_end(monkeypatc
 
 
 def test_the_time_left_is_estimated_from_all_that_this_run_did():
-    line = screen.progress_line(50, 100, "answers", 120.0, resumed=40)
-    assert line == "50 of 100 answers after 120 s, about 600 s left"
-    assert screen.progress_line(40, 100, "answers", 60.0, resumed=40) == "40 of 100 answers after 60 s"
-    assert screen.progress_line(100, 100, "answers", 60.0, resumed=0) == "100 of 100 answers after 60 s"
+    line = screen.progress_line(50, 100, "answers", 130.0, before=40, since=120.0)
+    assert line == "50 of 100 answers after 130 s, about 600 s left"
+    assert screen.progress_line(40, 100, "answers", 60.0, before=40, since=60.0) == "40 of 100 answers after 60 s"
+    assert screen.progress_line(100, 100, "answers", 60.0, before=0, since=60.0) == "100 of 100 answers after 60 s"
+
+
+def test_what_an_earlier_run_did_does_not_count_as_speed(monkeypatch, capsys):
+    monkeypatch.setattr(screen, "_REPORT_SECONDS", 0.05)
+    text, deadline = "", time.monotonic() + 20
+    with screen.progress("bench", "answers") as report:
+        report(999_990, 1_000_000)
+        time.sleep(1)
+        report(999_991, 1_000_000)
+        while " left" not in text and time.monotonic() < deadline:
+            text += capsys.readouterr().err
+    assert int(text.split("about ")[1].split(" s left")[0]) >= 9  # one answer a second, nine to go
 
 
 def test_before_the_first_report_the_line_gives_no_total(monkeypatch, capsys):

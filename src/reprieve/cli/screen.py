@@ -66,18 +66,19 @@ def confirm(question: str) -> bool:
     return console(stderr=True).input(f"{question} \\[y/N] ").strip().lower() in ("y", "yes")
 
 
-def progress_line(done: float, total: float | None, unit: str, seconds: float, resumed: float) -> str:
-    """One line of progress; the time left is estimated from all that this run did.
+def progress_line(done: float, total: float | None, unit: str, seconds: float, before: float, since: float) -> str:
+    """One line of progress where there is no terminal; the time left is estimated from all that this run did.
 
-    Rich estimates it from the last 30 seconds, in which all answers of a batch may end together, or none.
+    Rich's bar estimates it from the last 30 seconds, in which all answers of a batch may end together, or none.
 
     Args:
-        resumed: of `done`, how many an earlier run did.
+        before: of `done`, how many were done at the first report, by an earlier run or as this run's first.
+        since: seconds since that report.
     """
     of = "" if total is None else f" of {total:.0f}"
     left = ""
-    if total and resumed < done < total:
-        left = f", about {seconds * (total - done) / (done - resumed):.0f} s left"
+    if total and before < done < total:
+        left = f", about {since * (total - done) / (done - before):.0f} s left"
     return f"{done:.0f}{of} {unit} after {seconds:.0f} s{left}"
 
 
@@ -108,12 +109,14 @@ def progress(title: str, unit: str = "") -> Iterator[Callable[[int, int], None]]
     [task] = bar.tasks
     started, ended = time.monotonic(), threading.Event()
     shown: tuple[int, int] | None = None  # the last finished total
-    resumed: int | None = None  # done before this run
+    first: tuple[int, float] | None = None  # what was done at the first report, and when
     failures: list[BaseException] = []  # of the thread, such as a closed stderr
 
     def show() -> None:
-        seconds = time.monotonic() - started
-        terminal.print(progress_line(task.completed, task.total, unit or title, seconds, resumed or 0))
+        now = time.monotonic()
+        before, since = first or (0, started)
+        line = progress_line(task.completed, task.total, unit or title, now - started, before, now - since)
+        terminal.print(line)
 
     def show_each_minute() -> None:
         try:
@@ -123,10 +126,10 @@ def progress(title: str, unit: str = "") -> Iterator[Callable[[int, int], None]]
             failures.append(error)
 
     def report(done: int, total: int) -> None:
-        nonlocal shown, resumed
+        nonlocal shown, first
         if failures:
             raise failures[0]
-        resumed = done if resumed is None else resumed
+        first = first or (done, time.monotonic())
         bar.update(task.id, completed=done, total=total)
         if not terminal.is_terminal and done == total and shown != (done, total):
             shown = done, total
