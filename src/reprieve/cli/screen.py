@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shlex
 import sys
@@ -69,8 +70,6 @@ def confirm(question: str) -> bool:
 def progress_line(done: float, total: float | None, unit: str, seconds: float, before: float, since: float) -> str:
     """One line of progress where there is no terminal; the time left is estimated from all that this run did.
 
-    Rich's bar estimates it from the last 30 seconds, in which all answers of a batch may end together, or none.
-
     Args:
         before: of `done`, how many were done at the first report, by an earlier run or as this run's first.
         since: seconds since that report.
@@ -102,9 +101,8 @@ def progress(title: str, unit: str = "") -> Iterator[Callable[[int, int], None]]
 
     terminal = console(stderr=True)
     times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    bar = Progress(
-        TextColumn(title), BarColumn(), MofNCompleteColumn(), *times, console=terminal, disable=not terminal.is_terminal
-    )
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), *times)
+    bar = Progress(*columns, console=terminal, disable=not terminal.is_terminal, speed_estimate_period=math.inf)
     bar.add_task("", total=None)
     [task] = bar.tasks
     started, ended = time.monotonic(), threading.Event()
