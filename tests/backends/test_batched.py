@@ -15,25 +15,12 @@ from reprieve.bench.summary import summarise
 from reprieve.cli.main import main
 from reprieve.engine.batched import BatchedSpeculativeDecoder
 from reprieve.errors import ReprieveError, SpecError
-from reprieve.settings import PromptSettings, SamplingSettings
-from reprieve.tasks import load_task
-from reprieve.tasks.prompting import with_prompts
+from reprieve.settings import SamplingSettings
 from tests.bench.toys import run_arms
 from tests.kit.pairs import ARITHMETIC, SMALL
 
 SPECS = ("judge:threshold=0.2", "top_k:k=4", "margin:delta=1@K=4")
 SETTINGS = RunSettings(task="arithmetic", limit=5)
-
-
-@pytest.fixture
-def task(bundled_pair):
-    return with_prompts(load_task("arithmetic"), bundled_pair.tokenizer)
-
-
-@pytest.fixture
-def short(bundled_pair):
-    """The task with answers of 28 tokens, for tests that do not read them."""
-    return with_prompts(load_task("arithmetic"), bundled_pair.tokenizer, PromptSettings(max_new_tokens=28))
 
 
 def arms_of(*specs):

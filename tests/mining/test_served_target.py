@@ -20,6 +20,7 @@ from reprieve.mining.store import LabelStore
 from reprieve.settings import PairSettings, PromptSettings, SamplingSettings
 from tests.kit.pairs import ARITHMETIC, SMALL
 from tests.kit.servers import PairServer
+from tests.mining.toys import SHORT
 
 PAIR = PairSettings(ARITHMETIC.name, dtype="float32")
 
@@ -165,7 +166,19 @@ def test_traces_on_a_server_equal_local_traces(bundled_pair, tmp_path):
 @pytest.mark.slow
 def test_a_server_that_dies_loses_no_labels(bundled_pair, short, tmp_path, capsys):
     settings, labels = short
-    mine = ["mine", "autojudge", *SMALL, "--offset", "68", "--limit", "2", "--in-flight", "1", "--dtype", "float32"]
+    mine = [
+        "mine",
+        "autojudge",
+        *SMALL,
+        "--offset",
+        str(SHORT - 1),
+        "--limit",
+        "2",
+        "--in-flight",
+        "1",
+        "--dtype",
+        "float32",
+    ]
     mine += ["--out", str(tmp_path)]
     with PairServer(bundled_pair) as server:
         manifest = build(dataclasses.replace(settings, engine=on(server))).manifest

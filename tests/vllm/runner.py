@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 V2 = os.environ.get("RUNNER") == "v2"
 os.environ.update(
@@ -16,13 +17,11 @@ if V2:
     interpreter = str(Path(__file__).parent / "interpreter")
     sys.path.insert(0, interpreter)  # before Triton looks for backends; other processes of vLLM look there too
     os.environ.update(TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join((interpreter, os.environ.get("PYTHONPATH", ""))))
-    import types
-
     import triton.language as tl
     from triton.runtime import interpreter as triton_interpreter
 
     # The interpreter replaces the language's functions again at every call of a device function, and computes overflow
     # checks whose result it drops. Once is enough, as nothing is compiled here: kernels run two to three times as fast.
-    triton_interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    triton_interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     triton_interpreter._patch_lang = lambda function: triton_interpreter._LangPatchScope()
     triton_interpreter.interpreter_builder.options = triton_interpreter.InterpreterOptions(sanitize_overflow=False)

@@ -119,15 +119,26 @@ def test_a_killed_server_loses_nothing_and_one_server_answers_every_arm(tmp_path
     assert len(rows) == 6 and all(row.tokens_per_second > 0 and row.first_s[0] > 0 for row in rows)
 
 
-def mined(settings, folder, *, in_flight):
+def mined(settings, folder, *, in_flight, progress=lambda done, total: None):
     bench = build(settings)
     try:
         store = LabelStore(folder, bench.manifest)
-        report = mine_problems(bench.miner, bench.problems, store, num_in_flight=in_flight)
+        report = mine_problems(bench.miner, bench.problems, store, num_in_flight=in_flight, progress=progress)
     finally:
         bench.close()
     assert not report.errors
     return report
+
+
+def test_mining_loses_nothing_if_its_server_is_killed(tmp_path):
+    settings = AutoJudgeMining(limit=3, task="arithmetic", pair=PAIR, engine=VLLM)
+    with pytest.raises(EngineError, match="labelled problems are kept, run again to resume"):
+        mined(settings, tmp_path, in_flight=2, progress=lambda done, total: done and kill_servers())
+    before = LabelStore(tmp_path).problems()
+    report = mined(settings, tmp_path, in_flight=2)
+    after = {problem.problem_id: problem for problem in LabelStore(tmp_path).problems()}
+    assert 1 <= len(before) < 3 == len(after) and report.num_mined == 3 - len(before)
+    assert all(after[problem.problem_id] == problem for problem in before)
 
 
 @pytest.mark.parametrize(
@@ -151,23 +162,16 @@ def test_walks_on_a_server_equal_local_walks(tmp_path, settings):
         assert settings.miner == "pivot" or ours.rounds == theirs.rounds
 
 
-def test_killing_a_command_ends_its_server_and_loses_no_labels(tmp_path):
-    folder = tmp_path / "mined"
-    arguments = ["mine", "autojudge", "--target", ARITHMETIC.name, "--task", "arithmetic", "--limit", "3"]
-    arguments += ["--in-flight", "1", "--engine", VLLM.engine, "--dtype", "float32", "--out", str(folder)]
-    process = subprocess.Popen([sys.executable, "-m", "reprieve.cli.main", *arguments])
-    labels, deadline = folder / "labels.jsonl", time.monotonic() + 400
-    while not labels.exists() or b"\n" not in labels.read_bytes():
+def test_killing_a_command_ends_its_server(tmp_path):
+    arguments = ["mine", "autojudge", "--limit", "9", "--engine", VLLM.engine, "--dtype", "float32", "--out"]
+    command = [sys.executable, "-m", "reprieve.cli.main", *arguments, str(tmp_path / "m")]
+    process = subprocess.Popen(command)
+    deadline = time.monotonic() + 240
+    while not servers() or not servers("VLLM::EngineCore"):  # its own process, which must end too
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.2)
-    assert servers() and servers("VLLM::EngineCore")  # its own process, which must end too
     process.kill()
     process.wait()
-    before = LabelStore(folder).problems()
-    report = mined(AutoJudgeMining(limit=3, task="arithmetic", pair=PAIR, engine=VLLM), folder, in_flight=2)
-    after = {problem.problem_id: problem for problem in LabelStore(folder).problems()}
-    assert 1 <= len(before) < 3 == len(after) and report.num_mined == 3 - len(before)
-    assert all(after[problem.problem_id] == problem for problem in before)
 
 
 def test_replicas_of_a_ray_cluster_share_the_work(tmp_path):

@@ -32,18 +32,6 @@ RULES = [
     "lts:theta=0.9",
     'top_k:k=8,start=".",end=","',
 ]
-if V2:  # where these differ from the others in arithmetic only, which is the same code on both runners
-    for spec in (
-        "typical:epsilon=0.02",
-        "margin:delta=0.6,k=10,scale=prob",
-        "ratio:ratio=0.1",
-        "lenience:lenience=0.05",
-        "fuzzy:threshold=0.4,divergence=tv",
-        "cascade:kind=opt,alpha=0.5",
-        "math_symbols:k=16",
-        "judge:path=reprieve/arithmetic-judge,threshold=0.1",
-    ):
-        RULES.remove(spec)
 
 
 @pytest.fixture(scope="module")

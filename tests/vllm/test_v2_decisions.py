@@ -146,14 +146,8 @@ class Batch:
         return outputs
 
 
-# Above 0, those for which the processor prepares other inputs; V1's test has the others, whose code is the same.
-SAMPLED = ("judge", "lenience", "fuzzy", "random", "asd", "cascade", "margin:delta=9")
-
-
-@pytest.mark.parametrize(
-    ("spec", "temperature"),
-    [(spec, 0.0) for spec in RULES] + [(spec, 0.8) for spec in RULES if spec.startswith(SAMPLED)],
-)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("spec", RULES)
 def test_decisions_equal_the_local_engines(spec, temperature, problems, monkeypatch):
     from reprieve.vllm_plugin.v2_processor import V2Round
 
@@ -349,7 +343,7 @@ def test_a_span_is_followed_on_the_device():
 
 @pytest.mark.parametrize("drafted", ["sampled", "certain"])
 def test_sampled_tokens_have_the_right_distribution(drafted):
-    """200 draws of the first token against its exact distribution, strict and with a rule that accepts one more."""
+    """200 draws of the first token; rules always accept the one or two likeliest tokens."""
     num, heat = 200, 0.7
     draw = torch.Generator().manual_seed(SEED)
     target, draft = torch.randn(V, generator=draw), torch.randn(V, generator=draw)
