@@ -114,6 +114,7 @@ class _Learner(Learner):
         self.pair = pair
         self.texts = texts
         self.settings = settings
+        self._outputs: dict[str, tuple[Tensor, Tensor]] = {}
         self.batches = batches_of(texts, settings)
         config = pair.target.config.get_text_config()
         self.layers = self.settings.layers_of(config.num_hidden_layers)
@@ -232,33 +233,41 @@ class _Learner(Learner):
             for step in range(self.settings.num_steps)
         ]
 
-    @torch.no_grad()
     def _batch(self, texts: Sequence[OwnText]) -> dict[str, Tensor]:
         """Pack texts into one row, with each token paired with the target's states that predicted it."""
         device = self.pair.device
-        longest = max(len(text.prompt_ids) + len(text.answer_ids) for text in texts)
-        padded = torch.zeros(len(texts), longest, dtype=torch.long, device=device)
-        for row, text in enumerate(texts):
-            ids = text.prompt_ids + text.answer_ids
-            padded[row, : len(ids)] = torch.tensor(ids)
-        with without_cudnn(device):
-            output = self.pair.target(input_ids=padded, output_hidden_states=True, use_cache=False)
-        states = torch.cat([output.hidden_states[layer] for layer in self.layers], dim=-1).float()
-        logits = output.logits[..., self.t2d.to(device)].float()
         pieces = []
         for row, text in enumerate(texts):
-            end = len(text.prompt_ids) + len(text.answer_ids)
-            positions = torch.arange(1, end, device=device)
+            states, logits = self._target_outputs(text)
+            positions = torch.arange(1, len(text.prompt_ids) + len(text.answer_ids), device=device)
             piece = {
-                "input_ids": padded[row, 1:end],
-                "hidden_states": states[row, : end - 1],
-                "verifier_last_hidden_states": logits[row, 1:end],
+                "input_ids": torch.tensor((text.prompt_ids + text.answer_ids)[1:], device=device),
+                "hidden_states": states.to(device).float(),
+                "verifier_last_hidden_states": logits.to(device).float(),
                 "loss_mask": positions >= len(text.prompt_ids) - 1,  # positions that predict an answer's token
                 "document_ids": torch.full_like(positions, row),
                 "position_ids": positions,
             }
             pieces.append(piece)
         return {name: torch.cat([piece[name] for piece in pieces])[None] for name in pieces[0]}
+
+    @torch.no_grad()
+    def _target_outputs(self, text: OwnText) -> tuple[Tensor, Tensor]:
+        """Return the target's states before, and its logits after, each token of a text but the first.
+
+        The target runs once per text: all passes share the result, in half precision, in the host's memory.
+
+        Returns:
+            bfloat16 [n - 1, layers * hidden_size] and float16 [n - 1, draft_vocab_size].
+        """
+        if text.problem_id not in self._outputs:
+            ids = torch.tensor([text.prompt_ids + text.answer_ids], device=self.pair.device)
+            with without_cudnn(self.pair.device):
+                output = self.pair.target(input_ids=ids, output_hidden_states=True, use_cache=False)
+            states = torch.cat([output.hidden_states[layer][0, :-1] for layer in self.layers], dim=-1)
+            logits = output.logits[0, 1:, self.t2d.to(ids.device)]
+            self._outputs[text.problem_id] = states.bfloat16().cpu(), logits.half().cpu()
+        return self._outputs[text.problem_id]
 
     def save(self, folder: Path) -> None:
         """Save the finished head, in the speculators format and half precision."""
