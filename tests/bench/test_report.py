@@ -82,14 +82,14 @@ def test_the_page_is_self_contained_and_complete(folder, tmp_path):
     assert not re.findall(r"https?://(?!www\.w3\.org/(2000/svg|1999/xlink))", content)
     told = " ".join(" ".join(page.text).split())
     for words in (
-        "A <b>title</b>", "Certificates", "It holds.", "Quality against speed", "Tokens per round", "Where time goes",
-        "Do answers grow?", "Rescued tokens in context", "Do it again", "20 problems",
+        "A <b>title</b>", "Certificates", "It holds.", "Quality against speed",
+        "Rescued tokens in context", "Do it again", "20 problems",
         "reprieve certify", "random:rate=0.6",
     ):  # fmt: skip
         assert words in told, words
     document = json.loads((folder / "results.json").read_text())
     row = next(arm for arm in document["arms"] if arm["spec"] == "margin:delta=3")
-    assert f"{100 * row['accuracy']:.1f}%" in content and ">margin:delta=3</text>" in content
+    assert f"{100 * row['accuracy']:.1f}%" in content and ">margin</text>" in content
 
 
 def test_examples_show_the_whole_answer_and_mark_rescues(folder, tmp_path):
@@ -156,7 +156,7 @@ def test_folders_without_results_are_refused(folder, tmp_path, capsys):
     assert main(["report", str(folder), "--out", str(tmp_path / "r.html")]) == 0
 
 
-def test_figures_are_reproducible_and_accept_zeros():
+def test_figures_are_reproducible():
     row = throughput_results("a", concurrency=1, tokens_per_second=10.0, tokens_per_second_range=[9.0, 12.0])
     names = {"a": 'told "so" <b>'}
 
@@ -164,9 +164,6 @@ def test_figures_are_reproducible_and_accept_zeros():
         return figures.as_svg(figures.throughput([row, dataclasses.replace(row, concurrency=8)], names))
 
     assert drawn() == drawn() and "&lt;b&gt;" in drawn() and "<b>" not in drawn()
-    assert ">a</text>" in figures.as_svg(figures.round_lengths({"a": [1, 1]}, 1))
-    for figure in (figures.times({"a": [0.0, 0.0]}, ["p", "q"]), figures.answer_growth({"a": [0.0, 0.0, 0.0]})):
-        assert "nan" not in figures.as_svg(figure).lower()
 
 
 @pytest.mark.parametrize(("commit", "dirty"), [("abc123-dirty", True), ("abc123", False), (None, False)])

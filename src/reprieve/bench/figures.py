@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
@@ -22,7 +21,6 @@ _PANELS = {
     "speedup_vs_target": "speedup over the target alone (tokens per second)",
     "tokens_per_round": "tokens per target forward",
 }
-_COLUMNS = 3  # small figures side by side
 
 
 def draw_frontier(results: Results, folder: Path) -> list[Path]:
@@ -96,61 +94,8 @@ def throughput(rows: Sequence[ThroughputResults], names: Mapping[str, str]) -> A
     return figure
 
 
-def round_lengths(lengths: Mapping[str, Sequence[int]], longest: int) -> Any:
-    """A histogram of the tokens that each round committed, for each arm.
-
-    Args:
-        lengths: of every round, by the arm's name.
-        longest: rounds of more tokens are not drawn.
-    """
-    num_rows = math.ceil(len(lengths) / _COLUMNS)
-    figure = _figure(9, 1.7 * num_rows)
-    grid = figure.subplots(num_rows, _COLUMNS, squeeze=False, sharex=True).ravel()
-    for axes, (name, found) in zip(grid, lengths.items(), strict=False):
-        axes.hist(found, bins=[number + 0.5 for number in range(longest + 1)], weights=[1 / len(found)] * len(found))
-        axes.set_title(name, fontsize=8)
-        axes.set_yticks([])
-    for axes in grid[len(lengths) :]:
-        axes.set_visible(False)
-    return figure
-
-
-def times(rows: Mapping[str, Sequence[float]], parts: Sequence[str]) -> Any:
-    """Milliseconds per answer by part, a bar for each arm."""
-    figure, axes = _rows(list(rows))
-    before = [0.0] * len(rows)
-    for index, part in enumerate(parts):
-        values = [of_arm[index] for of_arm in rows.values()]
-        axes.barh(list(rows), values, left=before, label=part, color=_COLOURS[index % len(_COLOURS)])
-        before = [start + value for start, value in zip(before, values, strict=True)]
-    axes.set_xlabel("milliseconds per answer")
-    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
-    return figure
-
-
-def answer_growth(rows: Mapping[str, Sequence[float]]) -> Any:
-    """Plot tokens per answer minus lossless decoding's: the difference and its interval, for each arm."""
-    figure, axes = _rows(list(rows))
-    values = [value for value, _, _ in rows.values()]
-    bars = [[value - low for value, low, _ in rows.values()], [high - value for value, _, high in rows.values()]]
-    axes.errorbar(values, list(rows), xerr=bars, fmt="o", color=_COLOURS[0], markersize=5, elinewidth=0.8)
-    axes.axvline(0, color="0.3", linewidth=0.8)
-    axes.set_xlabel("tokens per answer, difference from lossless")
-    return figure
-
-
 def _figure(width: float, height: float) -> Any:
     return import_extra("matplotlib.figure", "evidence").Figure(figsize=(width, height), layout="constrained")
-
-
-def _rows(names: list[str]) -> tuple[Any, Any]:
-    """A figure with a row for each arm, the first on top."""
-    figure = _figure(8, 1 + 0.3 * len(names))
-    axes = figure.subplots()
-    axes.grid(axis="x", alpha=0.25)
-    axes.tick_params(axis="y", labelsize=8)
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    return figure, axes
 
 
 def _style(index: int) -> dict[str, Any]:

@@ -15,14 +15,11 @@ from reprieve.bench.arms import LOSSLESS
 from reprieve.bench.records import ProblemRecord, read_answers
 from reprieve.bench.results import ArmResults, Results
 from reprieve.bench.summary import Rows, common_rows
-from reprieve.engine import DRAFT_ONLY, TARGET_ONLY
 from reprieve.errors import ReprieveError
 from reprieve.files import read_json, replace_file
 from reprieve.heads.certificates import Certificate, pathless_spec
 from reprieve.rules import parse_rule
-from reprieve.types import PARTS
 
-_LONGEST_ROUND = 40
 _NUM_EXAMPLES = 4  # answers shown side by side, of each run
 
 
@@ -74,22 +71,11 @@ def _run_view(results: Results, records: list[ProblemRecord]) -> dict[str, Any]:
     arms, load, names = results.arms, results.throughput, _names(results.arms)
     rows = common_rows([arm.spec for arm in arms], records, results.config.num_trials)
     strict = next((arm.spec for arm in arms if arm.rule == LOSSLESS), None)
-    lengths = _round_lengths(arms, rows, names)
-    longest = min(_LONGEST_ROUND, max((max(found) for found in lengths.values()), default=0))
-    times = {
-        names[arm.spec]: [1000 * arm.seconds_by_part.get(part, 0.0) / results.num_answers for part in PARTS]
-        for arm in arms
-        if arm.spec != DRAFT_ONLY and not arm.rule.startswith("direct:")
-    }
-    growth = {names[arm.spec]: arm.tokens_vs_lossless for arm in arms if arm.rule != LOSSLESS}
     return {
         "results": results,
         "config": results.config,
         "frontier": _drawn(figures.frontier(results)) if results.graded else None,
         "load": _drawn(figures.throughput(load, names)) if load else None,
-        "lengths": _drawn(figures.round_lengths(lengths, longest)) if lengths else None,
-        "times": _drawn(figures.times(times, PARTS)),
-        "growth": _drawn(figures.answer_growth(growth)) if growth else None,
         "examples": _examples(arms, rows, strict) if strict else [],
     }
 
@@ -102,18 +88,6 @@ def _names(arms: list[ArmResults]) -> dict[str, str]:
     """Names of arms by label: without the paths of heads, unless only those tell two arms apart."""
     short = [arm.short for arm in arms]
     return {arm.spec: arm.short if short.count(arm.short) == 1 else arm.spec for arm in arms}
-
-
-def _round_lengths(arms: list[ArmResults], rows: Rows, names: dict[str, str]) -> dict[str, list[int]]:
-    """Tokens that each round committed, by arm."""
-    found = {}
-    for arm in arms:
-        if arm.spec in (TARGET_ONLY, DRAFT_ONLY) or arm.num_draft_tokens is None:
-            continue
-        lengths = [length for trials in rows[arm.spec] for record in trials for length in record.round_lengths]
-        if lengths:
-            found[names[arm.spec]] = lengths
-    return found
 
 
 def _examples(arms: list[ArmResults], rows: Rows, strict: str) -> list[dict[str, Any]]:
