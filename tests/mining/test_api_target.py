@@ -30,8 +30,7 @@ class FakeApi(BaseHTTPRequestHandler):
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        prompt = asked["prompt"]
-        ids = prompt if isinstance(prompt, list) else self.tokenizer.encode(prompt)
+        ids = self.tokenizer.encode(asked["prompt"])
         with self.lock:
             made = self.decoder.generate(ids, SamplingParams(max_new_tokens=asked["max_tokens"]))
         choice = {
@@ -53,8 +52,7 @@ class FakeApi(BaseHTTPRequestHandler):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prompts", ["text", "tokens"])
-def test_an_api_target_gives_the_same_labels_as_a_local_one(prompts, short, monkeypatch, bundled_pair):
+def test_an_api_target_gives_the_same_labels_as_a_local_one(short, monkeypatch, bundled_pair):
     settings, ours = short
     FakeApi.tokenizer = bundled_pair.tokenizer
     FakeApi.decoder = bundled_pair.decoder("target_only")
@@ -63,7 +61,7 @@ def test_an_api_target_gives_the_same_labels_as_a_local_one(prompts, short, monk
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     url = f"http://127.0.0.1:{server.server_address[1]}/v1"
     big = PairSettings("big", BUNDLED)
-    served = build(dataclasses.replace(settings, pair=big, api_url=url, api_prompts=prompts))
+    served = build(dataclasses.replace(settings, pair=big, api_url=url))
     try:
         theirs = asyncio.run(served.miner.mine(served.problems[0]))
     finally:
@@ -91,7 +89,7 @@ class MergingTokenizer:
         return "".join(self.vocabulary[i] for i in token_ids if not (skip_special_tokens and i == 0))
 
 
-def api(reply, *, finish="stop", stop=(), **options):
+def api(reply, *, finish="stop", stop=()):
     seen = []
 
     async def create(**asked):
@@ -100,7 +98,7 @@ def api(reply, *, finish="stop", stop=(), **options):
 
     client = SimpleNamespace(completions=SimpleNamespace(create=create))
     responses = ResponseFormat(MergingTokenizer(), SimpleNamespace(stop=stop), frozenset({EOS}), 99)
-    return ApiTarget(client, "m", responses, **options), seen
+    return ApiTarget(client, "m", responses), seen
 
 
 def complete(target, prompt, response, size=9):
@@ -118,12 +116,6 @@ def test_a_swap_that_the_server_would_tokenize_differently_is_skipped():
     assert complete(target, [C], [AB]) == [C, EOS]
 
 
-def test_tokens_can_be_sent_to_servers_that_accept_them():
-    target, seen = api("c", prompts="tokens")
-    assert complete(target, [C], [A, B]) == [C, EOS]
-    assert seen[0]["prompt"] == [C, A, B]
-
-
 def test_a_completion_that_merges_with_the_prefix_keeps_the_prefix():
     target, _ = api("bc")
     # "a" + "bc" would be tokenized as ab, c, but the prefix must keep its tokens.
@@ -138,8 +130,6 @@ def test_api_completions_respect_the_budget_and_the_finish_reason():
     assert complete(target, [A], [], size=3) == [C, C, C]
     with pytest.raises(SpecError, match="API target is greedy"):
         asyncio.run(target.complete(Session(), [A], [], 3, lambda scores, ids: 0))
-    with pytest.raises(SpecError, match="prompts must be one of text, tokens, got 'ids'"):
-        api("c", prompts="ids")
 
 
 def test_stop_texts_are_cut_locally_and_add_no_end_of_text():

@@ -222,7 +222,7 @@ def _make_target(
         )
     if isinstance(settings, AutoJudgeMining) and settings.api_url is not None:
         client = openai_client(settings.api_url)
-        return ApiTarget(client, settings.pair.target, responses, prompts=settings.api_prompts)
+        return ApiTarget(client, settings.pair.target, responses)
     decoder = ContinuationDecoder(
         pair.target,
         num_rows=settings.in_flight * settings.rows_per_problem,
@@ -267,7 +267,6 @@ def _manifest(
     if isinstance(settings, AutoJudgeMining):
         if settings.api_url is not None:
             identity["target_weights"] = f"{API_WEIGHTS}{settings.pair.target}"
-            identity["api_prompts"] = settings.api_prompts
         if not settings.by_draft:
             identity |= {"drafter": "eagle3", "drafter_weights": _eagle_head(settings, pair).fingerprint}
         if not settings.sampling.greedy:

@@ -112,7 +112,6 @@ class AutoJudgeMining(MiningSettings):
             trained head only suits the drafter whose tokens it was trained on.
         judge: Compares open-ended responses: openai:model=NAME,url=ADDRESS.
         api_url: Address of an OpenAI-compatible server with the target; --target is its name there.
-        api_prompts: Prompts sent to the API: text, or tokens (vLLM).
     """
 
     miner: ClassVar[str] = "autojudge"
@@ -122,7 +121,6 @@ class AutoJudgeMining(MiningSettings):
     drafter: str = "draft"
     judge: str | None = None
     api_url: str | None = None
-    api_prompts: str = "text"
 
     def __post_init__(self) -> None:
         super().__post_init__()

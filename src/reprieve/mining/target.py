@@ -9,13 +9,12 @@ from typing import Any, Protocol, TypeVar
 from reprieve.concurrency import gather_all
 from reprieve.engine.batches import Stepper
 from reprieve.engine.continuations import ContinuationDecoder, Session, TextRequest
-from reprieve.errors import ReprieveError, SpecError, require_choice
+from reprieve.errors import ReprieveError, SpecError
 from reprieve.models.sampling import Draw
 from reprieve.tasks import Task, TaskProblem, run_comparison
 from reprieve.tasks.prompting import prompt_ids_of
 
 T = TypeVar("T")
-PROMPTS = ("text", "tokens")
 
 
 @dataclass(frozen=True)
@@ -165,23 +164,15 @@ class ApiTarget(Target):
     Args:
         client: an asynchronous `openai` client, or an object with `completions.create`.
         model: the target's name on the server.
-        responses: with the draft's tokenizer, which the target must share. Stop texts are sent only to servers that
-            take token ids: other servers remove the stop text and do not report whether it or the end-of-text token
-            ended a completion.
-        prompts: format of the prompts sent: `text`, or `tokens`, which avoids the ambiguity but needs a server that
-            exchanges token ids, such as vLLM.
-
-    Raises:
-        SpecError: unknown `prompts`.
+        responses: with the draft's tokenizer, which the target must share. Stop texts are not sent: servers remove
+            the stop text and do not report whether it or the end-of-text token ended a completion.
     """
 
-    def __init__(self, client: Any, model: str, responses: ResponseFormat, *, prompts: str = "text") -> None:
-        require_choice("prompts", prompts, PROMPTS)
+    def __init__(self, client: Any, model: str, responses: ResponseFormat) -> None:
         self.client = client
         self.model = model
         self.responses = responses
         self.tokenizer = responses.tokenizer
-        self.prompts = prompts
 
     async def complete(
         self, session: Session, prompt_ids: list[int], response_ids: list[int], max_new_tokens: int, draw: Draw | None
@@ -195,31 +186,18 @@ class ApiTarget(Target):
             raise SpecError("an API target is greedy: a server's sampling cannot be keyed by the prefix")
         prefix = [*prompt_ids, *response_ids]
         text = self._text(prefix)
-        if self.prompts == "text" and response_ids and list(self.tokenizer.encode(text)) != prefix:
+        if response_ids and list(self.tokenizer.encode(text)) != prefix:
             raise TokenizationError("the target would tokenize the swapped text differently")
         reply = await self.client.completions.create(
-            model=self.model,
-            prompt=prefix if self.prompts == "tokens" else text,
-            max_tokens=max_new_tokens,
-            temperature=0.0,
-            **self._asked_of_tokens(),
+            model=self.model, prompt=text, max_tokens=max_new_tokens, temperature=0.0
         )
         choice = reply.choices[0]
-        new = getattr(choice, "token_ids", None)  # the server's own, if provided
-        new = self._tokens(prefix, text, choice.text) if new is None else list(new)
+        new = self._tokens(prefix, text, choice.text)
         eos_id = self.tokenizer.eos_token_id
         stopped = self.responses.stops([*response_ids, *new])
         if choice.finish_reason == "stop" and not stopped and new[-1:] != [eos_id]:
             new.append(eos_id)
         return self.responses.until_stop(response_ids, new[:max_new_tokens])
-
-    def _asked_of_tokens(self) -> dict[str, Any]:
-        """Return the additional request fields for token prompts, as vLLM names them."""
-        if self.prompts != "tokens":
-            return {}
-        more = {"return_token_ids": True, "include_stop_str_in_output": True}
-        stop = list(self.responses.task.stop)
-        return {"extra_body": more, **({"stop": stop} if stop else {})}
 
     def _text(self, token_ids: list[int]) -> str:
         """Return the text of tokens, with special tokens except leading ones that the tokenizer adds itself."""
