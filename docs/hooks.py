@@ -1,4 +1,8 @@
-"""What the site takes from the code and from the README, so that nothing is written twice: mkdocs calls these."""
+"""Parts of the docs that are made from the code and from the README.
+
+mkdocs fills in `<!-- readme -->`, `<!-- security -->` and `<!-- commands -->`. `python docs/hooks.py` writes the tables
+between `<!-- rules -->` and `<!-- /rules -->`, which are committed, so that they can be read without the site.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +23,16 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Fill in `<!-- readme -->`, `<!-- security -->`, `<!-- rules -->`, `<!-- origins -->` and `<!-- commands -->`."""
-    made = {"readme": _readme, "security": _security, "rules": _rules, "origins": _origins, "commands": _commands}
-    return re.sub(r"^<!-- (\w+) -->$", lambda found: made[found[1]](), markdown, flags=re.M)
+    """Fill in what only the site shows."""
+    made = {"readme": _readme, "security": _security, "commands": _commands}
+    return re.sub(rf"^<!-- ({'|'.join(made)}) -->$", lambda found: made[found[1]](), markdown, flags=re.M)
+
+
+def with_tables(markdown: str) -> str:
+    """A page with its committed tables made anew."""
+    made = {"rules": _rules, "origins": _origins, "verbs": _verbs}
+    marked = re.compile(rf"^(<!-- ({'|'.join(made)}) -->\n).*?^(<!-- /\2 -->)$", re.M | re.S)
+    return marked.sub(lambda found: f"{found[1]}{made[found[2]]()}\n{found[3]}", markdown)
 
 
 def _readme() -> str:
@@ -56,6 +67,13 @@ def _origins() -> str:
     return "\n".join(rows)
 
 
+def _verbs() -> str:
+    from reprieve.cli.main import COMMANDS
+
+    rows = ["| command | what it does |", "| --- | --- |"]
+    return "\n".join(rows + [f"| `{name}` | {text} |" for name, (_, text) in COMMANDS.items()])
+
+
 def _commands() -> str:
     """Every command's help, as it prints it."""
     from reprieve.cli.flags import parser_of
@@ -70,3 +88,8 @@ def _commands() -> str:
 
 def _summary(kind: type) -> str:
     return (kind.__doc__ or "").strip().splitlines()[0].replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    for path in (ROOT / "docs").rglob("*.md"):
+        path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")

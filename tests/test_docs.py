@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import re
 import shlex
@@ -24,7 +25,7 @@ from reprieve.drafters import DRAFTERS
 from reprieve.errors import SpecError
 from reprieve.heads.certificates import Certificate
 from reprieve.policies.menu import Menu
-from reprieve.rules import parse_rule
+from reprieve.rules import RULES, parse_rule
 from reprieve.tasks import load_task
 from reprieve.vllm_plugin.probing import PARTS, WRAPPED
 
@@ -113,6 +114,15 @@ def without_files(monkeypatch):
     monkeypatch.setattr("reprieve.bench.arms.draft_tokens_for", lambda k, rule: k)
     monkeypatch.setattr("reprieve.policies.policy._certificates", lambda *given: [certificate] if given[1] else [])
     monkeypatch.setattr(Certificate, "load", lambda path: certificate)
+
+
+def test_committed_tables_are_those_of_the_code():
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    stale = [page for page in DOCS if hooks.with_tables(page.read_text()) != page.read_text()]
+    assert not stale, "run `python docs/hooks.py`"
+    assert hooks.with_tables("<!-- rules -->\nold\n<!-- /rules -->").count("\n| [`") == len(list(RULES))
 
 
 @every_page

@@ -83,7 +83,7 @@ def test_the_page_is_self_contained_and_complete(folder, tmp_path):
     told = " ".join(" ".join(page.text).split())
     for words in (
         "A <b>title</b>", "Certificates", "It holds.", "Quality against speed",
-        "Rescued tokens in context", "Do it again", "20 problems",
+        "Rescued tokens in context", "Reproduce", "20 problems",
         "reprieve certify", "random:rate=0.6",
     ):  # fmt: skip
         assert words in told, words

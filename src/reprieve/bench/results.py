@@ -32,7 +32,7 @@ Bounds = list[float]  # [lower, upper], such as two quantiles
 class ArmResults:
     """Results of one arm. docs/reference/results.md describes the fields.
 
-    Quality is None for tasks without right answers, and speed where answers share a server's batches.
+    Quality is None for tasks without reference answers, and speed where answers share a server's batches.
     """
 
     rule: str
@@ -122,7 +122,7 @@ class Results:
     Args:
         num_workers: answers in progress at once; above 1, the times of single answers mean little.
         complete: whether all answers were made; False after an interruption.
-        graded: whether the task has right answers.
+        graded: whether the task has reference answers.
         num_problems: the problems that every arm answered.
     """
 

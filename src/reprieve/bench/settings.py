@@ -22,7 +22,7 @@ class RunSettings(ProblemSettings):
     """Settings that a run applies to every arm.
 
     Args:
-        num_trials: Answers per problem and arm, each with draws of its own.
+        num_trials: Answers per problem and arm, each with its own random draws.
         drafter: draft, ngram:max_ngram=3, or eagle3:path=FOLDER,depth=6,top_k=8,total_tokens=32.
         seed: Same seed, same answers.
     """
@@ -62,7 +62,7 @@ class SpeedSettings:
 
 @dataclass(frozen=True)
 class VerdictSettings:
-    """Comparison of answers by a language model, for tasks without right answers (AutoJudge, appendix L).
+    """Comparison of answers by a language model, for tasks without reference answers (AutoJudge, appendix L).
 
     Args:
         judge: openai:model=NAME,url=ADDRESS; the key comes from OPENAI_API_KEY. Default: no verdicts.

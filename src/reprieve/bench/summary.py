@@ -20,7 +20,7 @@ from reprieve.types import DecodingStats
 
 _NUM_SHARES = 11
 _LARGEST = 1e9
-# Fields without a value for tasks without right answers.
+# Fields without a value for tasks without reference answers.
 _QUALITY = (
     "accuracy", "accuracy_ci95", "accuracy_vs_target", "accuracy_vs_lossless", "accuracy_vs_lossless_p", "net_drop",
     "regression_rate", "regression_rate_ci95", "improvement_rate", "seconds_per_solved",

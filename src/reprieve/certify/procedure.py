@@ -146,12 +146,12 @@ def certify(
         on_claimed: called once the folder is this run's.
 
     Raises:
-        SpecError: an invalid plan, a task without right answers, problems that a head of the rule was trained on or
+        SpecError: an invalid plan, a task without reference answers, problems that a head of the rule was trained on or
             that both sets hold, or thresholds that differ from the first ones tested on these problems.
         ReprieveError: the folder holds another run, or answers failed.
     """
     if not task.graded:
-        raise SpecError(f"task {task.name} has no right answers: nothing can be certified on it")
+        raise SpecError(f"task {task.name} has no reference answers: nothing can be certified on it")
     _require_unseen(plan, task)
     strict, again = plan.strict, plan.again
     arms = {float(rule.dial_value or 0): plan.arm(rule) for rule in plan.candidates()}  # strictest first

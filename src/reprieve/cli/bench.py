@@ -150,7 +150,7 @@ class Bench(Command):
         if self.num_workers > 1:
             screen.warn(f"{self.num_workers} processes shared this machine: measure speeds with --workers 1")
         if not results.graded:
-            screen.say("This task has no right answers: --judge openai:model=NAME,url=ADDRESS compares the texts.")
+            screen.say("This task has no reference answers: --judge openai:model=NAME,url=ADDRESS compares the texts.")
         elif find_spec("matplotlib"):
             screen.say(f"figure: {draw_frontier(results, self.out)[0]}")
         else:

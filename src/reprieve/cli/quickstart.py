@@ -50,7 +50,7 @@ class Quickstart(Command):
         data: JSONL file of questions and answers; `{split}` in it stands for train, validation and test.
         question: Field of the question.
         answer: Field of the right answer.
-        grader: exact, number, math, choice, regex:PATTERN, or python:FILE.py:FUNCTION.
+        grader: math, number, dotted_number, alias, exact, choice, regex:PATTERN, or python:FILE.py:FUNCTION.
         prompt_template: Text file of the prompt, with {question} in it. Default: the question; for numbers and
             mathematics, with a request to reason step by step.
         stop: Texts that end a response to a raw prompt, separated by `;`.
@@ -245,7 +245,7 @@ class Quickstart(Command):
 
         plain = load_task(self.task_spec)
         if not plain.graded:
-            raise SpecError(f"task {plain.name} has no right answers: nothing can be certified on it")
+            raise SpecError(f"task {plain.name} has no reference answers: nothing can be certified on it")
         num_mined, num_certified = self._choose_sizes(plain)
         with contextlib.closing(screen.make_engine(self.engine, self.pair)) as engine:
             has_template = bool(getattr(engine.tokenizer, "chat_template", None))

@@ -94,7 +94,7 @@ class MiningSettings(ProblemSettings):
 
     @property
     def judge(self) -> str | None:
-        """Language model that compares responses, so that the task needs no right answers."""
+        """Language model that compares responses, so that the task needs no reference answers."""
         return None
 
     def problem_seed(self, problem_id: str) -> int:

@@ -57,10 +57,10 @@ def stored_identity(settings: PairSettings) -> tuple[PairIdentity, Any, str]:
     """
     draft = settings.draft_source
     if settings.dtype == INT8:
-        raise SpecError("dtype int8 requires the local engine (--engine local); servers quantise by their own flags")
+        raise SpecError("dtype int8 requires --engine local or batched; servers quantise by their own flags")
     for name in filter(None, (settings.target, draft)):
         if Path(name).suffix == GGUF:
-            raise SpecError(f"GGUF files require the local engine (--engine local), got {name!r}")
+            raise SpecError(f"GGUF files require --engine local or batched, got {name!r}")
     folder = model_folder(settings.target, "target")
     tokenizer = load_tokenizer(settings.target)
     draft_weights = None
