@@ -54,24 +54,36 @@ def install_command(extra: str) -> str:
     return f"pip install {shlex.quote(what)}"
 
 
-def require_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
+def require_range(
+    name: str, value: float | None, low: float, high: float, *, low_open: bool = False, optional: bool = False
+) -> None:
     """Refuse anything but a number in [low, high], or in (low, high] with `low_open`; NaN is always refused.
+
+    Args:
+        optional: also allow None.
 
     Raises:
         SpecError: names the parameter, the range and the value.
     """
+    if optional and value is None:
+        return
     inside = isinstance(value, Real) and (low < value if low_open else low <= value) and value <= high
     if not inside or isinstance(value, bool):
         bracket = "(" if low_open else "["
         raise SpecError(f"{name} must be in {bracket}{low:g}, {high:g}], got {value!r}")
 
 
-def require_whole(name: str, value: int, low: int, high: int | None = None) -> None:
+def require_whole(name: str, value: int | None, low: int, high: int | None = None, *, optional: bool = False) -> None:
     """Refuse anything but a whole number from `low` to `high`, or of at least `low` if `high` is None.
+
+    Args:
+        optional: also allow None.
 
     Raises:
         SpecError: names the parameter, the range and the value.
     """
+    if optional and value is None:
+        return
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise SpecError(f"{name} must be a whole number, got {value!r}")
     if value < low or (high is not None and value > high):
@@ -86,9 +98,7 @@ def require_counts(record: object, *names: str) -> None:
         SpecError: names the field, the range and the value.
     """
     for name in names:
-        value = getattr(record, name)
-        if value is not None:
-            require_whole(name, value, 1)
+        require_whole(name, getattr(record, name), 1, optional=True)
 
 
 def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

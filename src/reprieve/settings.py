@@ -76,8 +76,7 @@ class PairSettings:
     num_threads: int | None = field(default=None, repr=False)  # not part of the identity of a training
 
     def __post_init__(self) -> None:
-        if self.num_threads is not None:
-            require_whole("num_threads", self.num_threads, 1, 1024)
+        require_whole("num_threads", self.num_threads, 1, 1024, optional=True)
 
     @property
     def models(self) -> dict[str, Any]:
@@ -117,8 +116,7 @@ class PromptSettings:
         for name in ("system_prompt", "thinking"):
             if getattr(self, name) is not None and not self.chat_template:
                 raise SpecError(f"{name} needs the chat template, which is off, got {getattr(self, name)!r}")
-        if self.max_new_tokens is not None:
-            require_whole("max_new_tokens", self.max_new_tokens, 1, _MOST_TOKENS)
+        require_whole("max_new_tokens", self.max_new_tokens, 1, _MOST_TOKENS, optional=True)
 
     @property
     def format(self) -> dict[str, Any]:
@@ -215,8 +213,7 @@ class SamplingParams(SamplingSettings):
             raise SpecError(f"stop must be a tuple of texts, got {self.stop!r}")
         require_whole("max_new_tokens", self.max_new_tokens, 1, _MOST_TOKENS)
         require_whole("seed", self.seed, 0, MAX_SEED)
-        if self.num_logprobs is not None:
-            require_whole("num_logprobs", self.num_logprobs, 0, 20)
+        require_whole("num_logprobs", self.num_logprobs, 0, 20, optional=True)
         if len(self.stop) > MAX_STOPS:
             raise SpecError(f"stop must hold at most {MAX_STOPS} texts, got {len(self.stop)}")
         for text in self.stop:

@@ -92,22 +92,6 @@ def grouped_interval(values: np.ndarray, problem_ids: Sequence[str]) -> tuple[fl
     )
 
 
-def paired_pvalue(differences: np.ndarray, *, seed: int = 0, num_flips: int = 9999) -> float:
-    """Two-sided p-value that paired differences [n] or [n, trials] have mean zero, by flipping problems' signs.
-
-    The trials of a problem flip together. A large value certifies nothing: it may only mean too few problems.
-    """
-    sums = differences.reshape(len(differences), -1).sum(1)
-    sums = sums[sums != 0]
-    if not len(sums):
-        return 1.0
-    rng = np.random.default_rng(seed)
-    signs = rng.integers(0, 2, (num_flips, len(sums)), dtype=np.int8) * np.int8(2) - np.int8(1)
-    flipped = np.abs(signs @ sums)
-    extreme = int((flipped >= abs(sums.sum()) - 1e-9).sum())
-    return (extreme + 1) / (num_flips + 1)
-
-
 def bootstrap_interval(
     statistic: Callable[[np.ndarray], float], num_problems: int, *, seed: int = 0, num_resamples: int = 2000
 ) -> tuple[float, float]:

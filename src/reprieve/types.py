@@ -138,19 +138,6 @@ class Verification:
     logits: Tensor  # [N + 1, V], the target's distribution after each row
     hidden: HiddenStates | None = None  # [N + 1, Dt] a layer: the target's hidden states that encode each row
 
-    def parent_logits(self, block: Block) -> Tensor:
-        """`logits` rows that judge each node: those of its parent; a view for chains. [N, V]"""
-        return self.logits[block.parent_rows]
-
-    def parent_hidden(self, block: Block) -> HiddenStates | None:
-        """The hidden states that encode each node's parent, and so predicted the node: [N, Dt] a layer."""
-        return select_rows(self.hidden, block.parent_rows)
-
-    @property
-    def node_hidden(self) -> HiddenStates | None:
-        """The hidden states that encode each node: [N, Dt] a layer."""
-        return select_rows(self.hidden, slice(1, None))
-
 
 @dataclass(frozen=True)
 class Context:

@@ -45,7 +45,7 @@ def test_the_fsd_protocol_raises_the_threshold_until_accuracy_falls_too_far(pair
 
 
 def test_the_fsd_protocol_measures_raised_thresholds(pair, tmp_path, monkeypatch):
-    monkeypatch.setattr("fsd_thresholds.best_ks", lambda arms: [BestK("lossless", 2, 1.0, {2: 1.0})])
+    monkeypatch.setattr("fsd_thresholds.best_ks", lambda arms: [BestK("lossless", 2, {2: 1.0})])
     asked = FsdSettings(
         "random", (0.9,), num_draft_tokens=(2, 4), nearly_all=0.01, main_limit=3, main_trials=1, run=settings(limit=3)
     )

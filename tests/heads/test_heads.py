@@ -24,7 +24,7 @@ from reprieve.rules.arbiter import StateArbiterRule
 from reprieve.rules.judge import JudgeRule
 from reprieve.rules.pivot import PivotRule
 from reprieve.training.features import collect
-from reprieve.types import Block, Evidence, Provenance
+from reprieve.types import Block, Evidence, Provenance, select_rows
 from tests.kit.tiny import IDENTITY, NumberTokenizer, checked_by, perturbed, random_head, tiny_model
 
 CPU = torch.device("cpu")
@@ -264,8 +264,9 @@ def test_head_rules_judge_tree_nodes_by_the_states_of_the_nodes(pair, kind):
 
         verification = Verification(logits, hidden)
         case = Evidence(
-            block.token_ids, verification.parent_logits(block), True, torch.zeros(block.num_tokens, dtype=torch.bool),
-            node_hidden=verification.node_hidden, parents=block.parents,
+            block.token_ids, verification.logits[block.parent_rows], True,
+            torch.zeros(block.num_tokens, dtype=torch.bool),
+            node_hidden=select_rows(verification.hidden, slice(1, None)), parents=block.parents,
         )  # fmt: skip
         return rule.with_dial(1.0).risk(case), case
 

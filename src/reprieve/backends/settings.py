@@ -82,8 +82,7 @@ class VllmSettings(ServerSettings):
         super().__post_init__()
         require_choice("runner", self.runner, (None, "v1", "v2"))
         require_counts(self, "max_model_len", "max_num_seqs", "tensor_parallel")
-        if self.gpu_memory_utilization is not None:
-            require_range("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, low_open=True)
+        require_range("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, low_open=True, optional=True)
         require_range("startup", self.startup, 0.0, 1e6, low_open=True)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,7 +55,6 @@ class ArmResults:
     accuracy_ci95: Interval | None
     accuracy_vs_target: Difference | None = None
     accuracy_vs_lossless: Difference | None
-    accuracy_vs_lossless_p: float | None
     accuracy_vs_allocation: Difference | None = None
     net_drop: Difference | None
     regression_rate: float | None
@@ -69,9 +68,7 @@ class ArmResults:
     pruned_share: float
     tokens_per_answer: float
     tokens_vs_lossless: Difference
-    tokens_vs_lossless_p: float
     truncated_vs_lossless: Difference
-    truncated_vs_lossless_p: float
     rounds_per_answer: float | None
     rounds_vs_lossless: Difference | None
 
@@ -176,8 +173,7 @@ class Results:
         return results
 
 
-@dataclass(frozen=True)
-class BestK:
+class BestK(NamedTuple):
     """One arm at the K that decodes most tokens per second.
 
     The fastest of several measurements is a little flattered; measure again on other problems before quoting it.
@@ -185,13 +181,7 @@ class BestK:
 
     spec: str
     num_draft_tokens: NumDraftTokens
-    tokens_per_second: float
     by_k: dict[NumDraftTokens, float]  # tokens per second
-
-    @property
-    def arm(self) -> str:
-        """As `bench --arm` takes it."""
-        return f"{self.spec}@K={self.num_draft_tokens}"
 
 
 def best_ks(arms: Sequence[ArmResults], throughput: Sequence[ThroughputResults] = ()) -> list[BestK]:
@@ -203,11 +193,7 @@ def best_ks(arms: Sequence[ArmResults], throughput: Sequence[ThroughputResults] 
         if arm.num_draft_tokens is not None and speed:
             spec = arm.name + (f"@drafter={arm.drafter}" if arm.drafter else "")
             speeds.setdefault(spec, {})[arm.num_draft_tokens] = speed
-    fastest = []
-    for spec, by_k in speeds.items():
-        best = max(by_k, key=by_k.__getitem__)
-        fastest.append(BestK(spec, best, by_k[best], by_k))
-    return fastest
+    return [BestK(spec, max(by_k, key=by_k.__getitem__), by_k) for spec, by_k in speeds.items()]
 
 
 @dataclass(frozen=True, kw_only=True)

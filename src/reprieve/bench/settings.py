@@ -56,8 +56,7 @@ class SpeedSettings:
         for level in self.concurrency:
             require_whole("concurrency", level, 1, 65_536)
         require_whole("turns", self.turns, 1, 10_000)
-        if self.num_requests is not None:
-            require_whole("num_requests", self.num_requests, 1, MAX_PROBLEMS)
+        require_whole("num_requests", self.num_requests, 1, MAX_PROBLEMS, optional=True)
 
 
 @dataclass(frozen=True)
@@ -110,10 +109,8 @@ class Promise:
     def __post_init__(self) -> None:
         require_range("max_drop", self.max_drop, 0.0, 0.99, low_open=True)
         require_range("confidence", self.confidence, 0.5, 0.999999)
-        if self.max_growth is not None:
-            require_range("max_growth", self.max_growth, 0.0, 10.0, low_open=True)
-        if self.max_unfinished is not None:
-            require_range("max_unfinished", self.max_unfinished, 0.0, 0.99, low_open=True)
+        require_range("max_growth", self.max_growth, 0.0, 10.0, low_open=True, optional=True)
+        require_range("max_unfinished", self.max_unfinished, 0.0, 0.99, low_open=True, optional=True)
 
 
 @dataclass(frozen=True)
@@ -159,6 +156,5 @@ class MonitorSettings:
 
     def __post_init__(self) -> None:
         require_range("share", self.share, 0.0, 1.0, low_open=True)
-        if self.max_drop is not None:
-            require_range("max_drop", self.max_drop, 0.0, 1.0)
+        require_range("max_drop", self.max_drop, 0.0, 1.0, optional=True)
         require_range("confidence", self.confidence, 0.5, 0.999999)

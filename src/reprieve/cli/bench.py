@@ -138,7 +138,7 @@ class Bench(Command):
         for best in fastest:
             if len(best.by_k) > 1:
                 speeds = ", ".join(f"{k}: {speed:.0f}" for k, speed in best.by_k.items())
-                screen.say(f"fastest: --arm {best.arm}   (tokens/s by K: {speeds})")
+                screen.say(f"fastest: --arm {best.spec}@K={best.num_draft_tokens}   (tokens/s by K: {speeds})")
         n = results.num_problems
         if n < _FEW and any(len(best.by_k) > 1 for best in fastest):
             problems = f"{n} problem{'s' * (n > 1)}"

@@ -53,8 +53,7 @@ class Pruning:
         require_choice("prune", self.strategy, tuple(PARAMETERS))
         if not 0.0 <= self.epsilon < 1.0:
             raise SpecError(f"epsilon must be in [0, 1), got {self.epsilon!r}")
-        if self.budget is not None:
-            require_range("budget", self.budget, 0.0, 1.0, low_open=True)
+        require_range("budget", self.budget, 0.0, 1.0, low_open=True, optional=True)
         require_range("entropy_weight", self.entropy_weight, 0.0, 1e6)
         require_range("leaf", self.leaf, 0.0, 1.0)
         require_range("keep", self.keep, 0.0, 1.0, low_open=True)

@@ -43,6 +43,7 @@ from reprieve.types import (
     Tokenizer,
     Verification,
     gather_token,
+    select_rows,
 )
 
 
@@ -295,7 +296,7 @@ class SpeculativeDecoder:
         reads_embeddings = Need.EMBEDDINGS in needs
         evidence = Evidence(
             token_ids=block.token_ids,
-            target_logits=verification.parent_logits(block),
+            target_logits=verification.logits[block.parent_rows],
             greedy=sampler.greedy,
             lossless_accepts=check.accepts,
             target_scores=None if sampler.greedy else judged,
@@ -305,8 +306,8 @@ class SpeculativeDecoder:
             proposal_probs=proposal_probs,
             uniforms=uniforms,
             noise=sampler.uniforms(block.num_tokens) if Need.NOISE in needs else None,
-            node_hidden=verification.node_hidden,
-            parent_hidden=verification.parent_hidden(block),
+            node_hidden=select_rows(verification.hidden, slice(1, None)),
+            parent_hidden=select_rows(verification.hidden, block.parent_rows),
             draft_hidden=block.draft_hidden,
             token_embeddings=self.target.embed(block.token_ids) if reads_embeddings else None,
             top_embeddings=self.target.embed(judged.argmax(-1)) if reads_embeddings else None,

@@ -46,8 +46,7 @@ class MiningSettings(ProblemSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_whole("seed", self.seed, 0, MAX_SEED)
-        if self.num_in_flight is not None:
-            require_whole("num_in_flight", self.num_in_flight, 1, 4096)
+        require_whole("num_in_flight", self.num_in_flight, 1, 4096, optional=True)
         if self.engine.batched:
             raise SpecError(
                 f"engine must not be {self.engine.engine!r}: on --engine local, mining is batched already, and "

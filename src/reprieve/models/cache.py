@@ -1,7 +1,4 @@
-"""KV caches: of one sequence, with exact rollback, and of several independent sequences of different lengths.
-
-Buffers are written in place, and dropping tokens only changes a length.
-"""
+"""KV caches: of one sequence, with exact rollback, and of several independent sequences of different lengths."""
 
 from __future__ import annotations
 
@@ -31,77 +28,30 @@ def _grown(old: Tensor | None, num_tokens: int, outer: Sequence[int], states: Te
     return buffer
 
 
-class RollbackLayer(DynamicLayer):
-    """Keys and values of one layer, [1, heads, length, head_dim], in a buffer that doubles when full.
+class RollbackCache(Cache):
+    """transformers' growing cache of one sequence, with exact rollback: pass it as `past_key_values`.
 
     Sliding-window layers keep all tokens too: the mask implements their window, and a cache without the old tokens
     could not be rolled back.
     """
 
-    def __init__(self, **kwargs: object) -> None:
-        super().__init__(**kwargs)  # type: ignore[no-untyped-call]
-        self.length = 0
-        self._key_buffer: Tensor | None = None
-        self._value_buffer: Tensor | None = None
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Append new states and return all of them."""
-        end = self.length + key_states.shape[-2]
-        if self._key_buffer is None or self._value_buffer is None or end > self._key_buffer.shape[-2]:
-            if not self.is_initialized:
-                self.lazy_initialization(key_states, value_states)
-            self._key_buffer = _grown(self._key_buffer, end, key_states.shape[:-2], key_states)
-            self._value_buffer = _grown(self._value_buffer, end, value_states.shape[:-2], value_states)
-        self._key_buffer[..., self.length : end, :] = key_states
-        self._value_buffer[..., self.length : end, :] = value_states
-        self._set_length(end)
-        assert self.keys is not None and self.values is not None
-        return self.keys, self.values
-
-    def truncate(self, length: int) -> None:
-        """Drop everything after the first `length` tokens."""
-        self._set_length(min(length, self.length))
-
-    def keep_path(self, start: int, rows: Tensor) -> None:
-        """Move the tokens at `start + rows` to `start` onwards and drop the rest after them."""
-        end = start + len(rows)
-        for buffer in (self._key_buffer, self._value_buffer):
-            if buffer is not None:
-                buffer[..., start:end, :] = buffer.index_select(-2, start + rows)
-        self._set_length(end)
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def reset(self) -> None:
-        self._set_length(0)
-
-    def _set_length(self, length: int) -> None:
-        self.length = length
-        if self._key_buffer is not None and self._value_buffer is not None:
-            self.keys = self._key_buffer[..., :length, :]
-            self.values = self._value_buffer[..., :length, :]
-
-
-class RollbackCache(Cache):
-    """One `RollbackLayer` per layer; pass it to `transformers` models as `past_key_values`."""
-
     def __init__(self) -> None:
-        super().__init__(layer_class_to_replicate=RollbackLayer)
+        super().__init__(layer_class_to_replicate=DynamicLayer)
 
     def truncate(self, length: int) -> None:
         """Drop everything after the first `length` tokens, in every layer."""
         for layer in self.layers:
-            assert isinstance(layer, RollbackLayer)
-            layer.truncate(length)
+            assert isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
+            layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
 
     def keep_path(self, start: int, rows: Tensor) -> None:
         """Keep the first `start` tokens and, after them, those at `start + rows`, in every layer."""
         for layer in self.layers:
-            assert isinstance(layer, RollbackLayer) and layer.keys is not None
-            layer.keep_path(start, rows.to(layer.keys.device))
+            assert isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
+            kept = start + rows.to(layer.keys.device)
+            for states in (layer.keys, layer.values):
+                states[..., start : start + len(kept), :] = states.index_select(-2, kept)
+        self.truncate(start + len(rows))
 
 
 @dataclass(frozen=True)
@@ -201,7 +151,7 @@ class RowCache(Cache):
         for layer in self.layers:
             assert isinstance(layer, RowLayer)
             if layer.capacity:
-                assert layer.keys is not None and layer.values is not None
+                assert isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
                 layer.keys[to], layer.values[to] = layer.keys[source], layer.values[source]
 
     def snapshot(self, row: int, token_ids: list[int]) -> Snapshot:
@@ -218,6 +168,6 @@ class RowCache(Cache):
         for layer, (keys, values) in zip(self.layers, snapshot.states, strict=True):
             assert isinstance(layer, RowLayer)
             layer.reserve(length, keys, values)
-            assert layer.keys is not None and layer.values is not None
+            assert isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
             layer.keys[row, :, :length] = keys[:, :length]
             layer.values[row, :, :length] = values[:, :length]

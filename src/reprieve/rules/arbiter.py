@@ -41,8 +41,7 @@ class ArbiterRule(HeadRule):
     lambda_: float | None = None
 
     def __post_init__(self) -> None:
-        if self.lambda_ is not None:
-            require_range("lambda", self.lambda_, 0.0, 1.0)
+        require_range("lambda", self.lambda_, 0.0, 1.0, optional=True)
 
     @property
     def traits(self) -> Traits:

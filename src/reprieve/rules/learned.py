@@ -75,8 +75,7 @@ class LearnedRule(HeadRule):
     threshold: float | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        if self.threshold is not None:
-            require_range("threshold", self.threshold, 0.0, 1.0)
+        require_range("threshold", self.threshold, 0.0, 1.0, optional=True)
 
     def with_head(self, head: Any) -> Self:
         """Return the rule with a head in memory.

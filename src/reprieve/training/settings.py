@@ -228,8 +228,7 @@ class ArbiterTraining:
     shape: ArbiterShape = field(default_factory=ArbiterShape)
 
     def __post_init__(self) -> None:
-        if self.tie is not None:
-            require_range("tie", self.tie, 0.0, 1.0)
+        require_range("tie", self.tie, 0.0, 1.0, optional=True)
         require_counts(self, "decisions_per_update", "num_epochs")
         require_range("learning_rate", self.learning_rate, 0.0, 1.0, low_open=True)
         require_range("weight_decay", self.weight_decay, 0.0, 10.0)
@@ -271,5 +270,4 @@ class LtsTraining:
         require_choice("bucket_by", self.bucket_by, BUCKETS)
         require_whole("buckets", self.buckets, 1)
         require_whole("seed", self.seed, 0, _MAX_SEED)
-        if self.confidence is not None:
-            require_range("confidence", self.confidence, 0.5, 0.999999)
+        require_range("confidence", self.confidence, 0.5, 0.999999, optional=True)
