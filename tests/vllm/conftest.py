@@ -58,6 +58,7 @@ def make_llm(source=None, *, engine=None, **speculative):
         "disable_log_stats": False,
         "distributed_executor_backend": "uni",
         "per_request_spec_decode_metrics": "summary",
+        **({"max_num_batched_tokens": 1024} if V2 else {}),  # slots are padded up to it, at every drafted token
         "additional_config": {} if source is None else {"reprieve": source},
     }
     _ALIVE.append(LLM(**{**settings, **(engine or {})}))

@@ -12,6 +12,7 @@ os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
     VLLM_LOGGING_LEVEL="WARNING",
+    TORCH_COMPILE_DISABLE="1",  # compiling one of vLLM's small functions takes longer than all its calls here
 )
 if V2:
     interpreter = str(Path(__file__).parent / "interpreter")

@@ -37,9 +37,9 @@ def engine(request, tmp_path_factory):
     return name, make_llm(first, engine=own, num_speculative_tokens=K, **speculative)
 
 
-def generate(llm, problems):
+def generate(llm, problems, max_tokens=21):
     prompts = [problem.prompt for problem in problems[:3]]
-    return llm.generate(prompts, SamplingParams(temperature=0, max_tokens=21, ignore_eos=True), use_tqdm=False)
+    return llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True), use_tqdm=False)
 
 
 @pytest.mark.parametrize("spec", LENIENT)
@@ -56,12 +56,13 @@ def test_rules_that_accept_everything_keep_whole_blocks(engine, problems, spec):
 
 def test_strict_rules_leave_the_targets_answers(engine, problems):
     name, llm = engine
+    num = 11 if V2 else 21  # each token is a round, because untrained drafts are nearly all wrong
     use_rule(llm, "lossless")
-    plain = [output.outputs[0].token_ids for output in generate(llm, problems)]
+    plain = [output.outputs[0].token_ids for output in generate(llm, problems, num)]
     for spec in STRICT:
         if served(name, spec):
             use_rule(llm, spec)
-            assert [output.outputs[0].token_ids for output in generate(llm, problems)] == plain
+            assert [output.outputs[0].token_ids for output in generate(llm, problems, num)] == plain
     assert rules_of(llm).failures == 0
 
 

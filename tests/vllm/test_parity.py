@@ -9,8 +9,8 @@ from reprieve.engine import load_pair
 from tests.kit.pairs import ARITHMETIC
 from tests.vllm.conftest import V2, K, local_decoder, make_llm, rules_of, use_rule
 
-NUM_PROBLEMS = 2 if V2 else 3
-MAX_TOKENS = 48 if V2 else 200
+NUM_PROBLEMS = 2
+MAX_TOKENS = 32 if V2 else 200
 RULES = [
     "lossless",
     "top_k:k=4",

@@ -19,8 +19,8 @@ def llm():
     return make_llm("fuzzy:threshold=0.4")
 
 
-def params(**asked):
-    return SamplingParams(temperature=0, max_tokens=80, extra_args=asked or None)
+def params(max_tokens=80, **asked):
+    return SamplingParams(temperature=0, max_tokens=max_tokens, extra_args=asked or None)
 
 
 def generate(llm, problems, parameters):
@@ -86,7 +86,7 @@ def test_bad_values_are_refused_by_name_and_the_engine_keeps_serving(problems, a
     with pytest.raises(VLLMValidationError, match=field) as refused:
         generate(llm, problems[:1], params(**asked))
     assert refused.value.parameter == field
-    assert len(generate(llm, problems[:1], params(reprieve_leniency="certified"))) == 1
+    assert len(generate(llm, problems[:1], params(4, reprieve_leniency="certified"))) == 1
 
 
 _ENGINES = {}
