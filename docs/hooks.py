@@ -1,7 +1,8 @@
 """Parts of the docs that are made from the code and from the README.
 
 mkdocs fills in `<!-- readme -->`, `<!-- security -->` and `<!-- commands -->`. `python docs/hooks.py` writes the tables
-between `<!-- rules -->` and `<!-- /rules -->`, which are committed, so that they can be read without the site.
+between `<!-- rules -->`, `<!-- origins -->`, `<!-- verbs -->` and their end markers. Those are committed, so that they
+can be read without the site.
 """
 
 from __future__ import annotations

@@ -122,6 +122,8 @@ def test_committed_tables_are_those_of_the_code():
     spec.loader.exec_module(hooks)
     stale = [page for page in DOCS if hooks.with_tables(page.read_text()) != page.read_text()]
     assert not stale, "run `python docs/hooks.py`"
+    pages = "".join(page.read_text() for page in DOCS)
+    assert all(pages.count(f"<!-- {name} -->\n| ") == 1 for name in ("rules", "origins", "verbs"))
     assert hooks.with_tables("<!-- rules -->\nold\n<!-- /rules -->").count("\n| [`") == len(list(RULES))
 
 

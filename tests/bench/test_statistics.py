@@ -29,10 +29,14 @@ def test_trials_are_sampled_independently_and_count_as_one_problem(pair, tmp_pat
 
 
 def test_regressions_and_improvements_make_the_net_drop(pair, tmp_path):
-    arm = summarise(run(pair, make_arms(["random:rate=0.9"], [4]), tmp_path, limit=20)).arms[-1]
+    arms = summarise(run(pair, make_arms(["random:rate=0.9"], [4]), tmp_path, limit=20)).arms
+    arm, lossless = arms[-1], next(one for one in arms if one.rule == "lossless")
     assert arm.net_drop[0] == pytest.approx(arm.regression_rate - arm.improvement_rate)
     assert arm.net_drop[0] == pytest.approx(-arm.accuracy_vs_lossless[0])
     assert arm.truncated_vs_lossless[0] == 0
+    difference, low, high = arm.tokens_vs_lossless
+    assert low <= difference <= high
+    assert difference == pytest.approx(arm.tokens_per_answer - lossless.tokens_per_answer)
 
 
 def test_correlated_trials_do_not_narrow_an_interval():

@@ -105,7 +105,7 @@ def test_other_devices_are_refused(folder):
 
 
 def test_servers_refuse_what_only_the_local_engine_reads(folder):
-    with pytest.raises(SpecError, match="int8 requires the local engine"):
+    with pytest.raises(SpecError, match="int8 requires --engine local"):
         stored_identity(PairSettings(str(folder / "target"), dtype="int8"))
-    with pytest.raises(SpecError, match=r"GGUF files require the local engine .*model\.gguf"):
+    with pytest.raises(SpecError, match=r"GGUF files require --engine local .*model\.gguf"):
         stored_identity(PairSettings("model.gguf"))

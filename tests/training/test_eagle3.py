@@ -37,7 +37,7 @@ def texts_of(pair, num=12, shift=0):
 
 
 @pytest.mark.slow
-def test_training_resumes_to_the_same_head_and_learns(tmp_path):
+def test_training_resumes_to_the_same_head_and_learns(tmp_path, monkeypatch):
     pytest.importorskip("speculators")
     from reprieve.training import eagle3 as module
 
@@ -47,7 +47,11 @@ def test_training_resumes_to_the_same_head_and_learns(tmp_path):
         learning_rate=5e-3, held_out=0.1,
     )  # fmt: skip
     texts = texts_of(pair)
+    lengths = []
+    counting = pair.target.register_forward_hook(lambda model, args, output: lengths.append(output.logits.shape[1]))
     reached = module.train_eagle3(pair, texts, tmp_path / "whole", settings=settings)
+    counting.remove()
+    assert sorted(lengths) == sorted(len(text.prompt_ids + text.answer_ids) for text in texts), "once per text"
     assert len(reached["accuracy"]) == 2 and reached["num_held_out"] == 1
     losses = [json.loads(line)["loss"] for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
@@ -58,6 +62,7 @@ def test_training_resumes_to_the_same_head_and_learns(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         module.train_eagle3(pair, texts, tmp_path / "cut", settings=settings, progress=stop)
+    monkeypatch.setattr(module, "_MOST_KEPT", 0)  # nothing is kept: the same head, from more forwards
     module.train_eagle3(pair, texts, tmp_path / "cut", settings=settings)
     whole, cut = (load_file(tmp_path / name / "head" / "model.safetensors") for name in ("whole", "cut"))
     for name, tensor in whole.items():

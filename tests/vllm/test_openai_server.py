@@ -37,6 +37,7 @@ def server(tmp_path_factory):
         "--additional-config", json.dumps({"reprieve": str(policy)}),
     ]  # fmt: skip
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    environment.pop("TORCH_COMPILE_DISABLE")  # as on a real server
     with log.open("w") as out:
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
     try:

@@ -93,17 +93,17 @@ def _names(arms: list[ArmResults]) -> dict[str, str]:
 def _examples(arms: list[ArmResults], rows: Rows, strict: str) -> list[dict[str, Any]]:
     """Choose answers that lossless solved: right ones with the most rescues, then wrong ones with the fewest."""
     kept: list[tuple[str, ProblemRecord, ProblemRecord]] = []
-    spoiled: list[tuple[str, ProblemRecord, ProblemRecord]] = []
+    regressed: list[tuple[str, ProblemRecord, ProblemRecord]] = []
     for arm in arms:
         if not arm.num_rescued or arm.spec == strict:
             continue
         for relaxed, lossless in zip(rows[arm.spec], rows[strict], strict=True):
             if relaxed[0].num_rescued and lossless[0].correct:
-                (kept if relaxed[0].correct else spoiled).append((arm.short, lossless[0], relaxed[0]))
+                (kept if relaxed[0].correct else regressed).append((arm.short, lossless[0], relaxed[0]))
     kept.sort(key=lambda item: (-item[2].num_rescued, item[2].problem_id))
-    spoiled.sort(key=lambda item: (item[2].num_rescued, item[2].problem_id))
+    regressed.sort(key=lambda item: (item[2].num_rescued, item[2].problem_id))
     chosen: list[tuple[str, ProblemRecord, ProblemRecord]] = []
-    for pool in (kept, spoiled):
+    for pool in (kept, regressed):
         seen: set[str] = set()
         for item in pool:  # one example an arm, so that one lenient arm does not fill the list
             if item[0] not in seen and len(seen) < _NUM_EXAMPLES // 2:

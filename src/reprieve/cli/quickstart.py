@@ -49,7 +49,7 @@ class Quickstart(Command):
     Args:
         data: JSONL file of questions and answers; `{split}` in it stands for train, validation and test.
         question: Field of the question.
-        answer: Field of the right answer.
+        answer: Field of the reference answer.
         grader: math, number, dotted_number, alias, exact, choice, regex:PATTERN, or python:FILE.py:FUNCTION.
         prompt_template: Text file of the prompt, with {question} in it. Default: the question; for numbers and
             mathematics, with a request to reason step by step.

@@ -32,7 +32,7 @@ class RollbackCache(Cache):
     """transformers' growing cache of one sequence, with exact rollback: pass it as `past_key_values`.
 
     Sliding-window layers keep all tokens too: the mask implements their window, and a cache without the old tokens
-    could not be rolled back.
+    could not be rolled back. Each forward copies the cache, as in transformers' `generate`; `models.direct` does not.
     """
 
     def __init__(self) -> None:
@@ -41,8 +41,10 @@ class RollbackCache(Cache):
     def truncate(self, length: int) -> None:
         """Drop everything after the first `length` tokens, in every layer."""
         for layer in self.layers:
-            assert isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
-            layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
+            assert isinstance(layer, DynamicLayer)
+            if layer.get_seq_length() > length:  # not where a first forward failed and left the layer empty
+                assert layer.keys is not None and layer.values is not None
+                layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
 
     def keep_path(self, start: int, rows: Tensor) -> None:
         """Keep the first `start` tokens and, after them, those at `start + rows`, in every layer."""
@@ -151,7 +153,7 @@ class RowCache(Cache):
         for layer in self.layers:
             assert isinstance(layer, RowLayer)
             if layer.capacity:
-                assert isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
+                assert layer.keys is not None and layer.values is not None
                 layer.keys[to], layer.values[to] = layer.keys[source], layer.values[source]
 
     def snapshot(self, row: int, token_ids: list[int]) -> Snapshot:
@@ -168,6 +170,6 @@ class RowCache(Cache):
         for layer, (keys, values) in zip(self.layers, snapshot.states, strict=True):
             assert isinstance(layer, RowLayer)
             layer.reserve(length, keys, values)
-            assert isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
+            assert layer.keys is not None and layer.values is not None
             layer.keys[row, :, :length] = keys[:, :length]
             layer.values[row, :, :length] = values[:, :length]

@@ -29,6 +29,7 @@ from reprieve.models.loading import (
 from reprieve.settings import PairSettings
 
 _ANY = 10**9  # positions of a model without a limit
+_ENGINES = "--engine local (or batched, for bench, certify and monitor)"
 _FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 
@@ -53,14 +54,14 @@ def stored_identity(settings: PairSettings) -> tuple[PairIdentity, Any, str]:
     Raises:
         ReprieveError: a model that cannot be found or read.
         PairError: the two do not share a tokenizer.
-        SpecError: a precision or a file format that only the local engine reads.
+        SpecError: a precision or a file format that servers do not read.
     """
     draft = settings.draft_source
     if settings.dtype == INT8:
-        raise SpecError("dtype int8 requires --engine local or batched; servers quantise by their own flags")
+        raise SpecError(f"dtype int8 requires {_ENGINES}; servers quantise by their own flags")
     for name in filter(None, (settings.target, draft)):
         if Path(name).suffix == GGUF:
-            raise SpecError(f"GGUF files require --engine local or batched, got {name!r}")
+            raise SpecError(f"GGUF files require {_ENGINES}, got {name!r}")
     folder = model_folder(settings.target, "target")
     tokenizer = load_tokenizer(settings.target)
     draft_weights = None

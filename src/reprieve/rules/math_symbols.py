@@ -28,7 +28,7 @@ def is_mathematical(text: str) -> bool:
 @register_rule
 @dataclass(frozen=True)
 class MathSymbolsRule(Rule):
-    """Refuse mismatches in mathematical tokens; accept the others among the target's k most likely.
+    """Reject mismatches in mathematical tokens; accept the others among the target's k most likely.
 
     Args:
         k: cap on the drafted token's rank (the paper's "Math & Top-1024", "Math & Top-128"); None for none ("Math

@@ -1,8 +1,8 @@
 """Train an EAGLE-3 head for a target on the target's own answers (arXiv 2503.01840).
 
 Model and loss come from the speculators library. This file adds training on one machine without a serving engine:
-target states computed on the fly, the reduced vocabulary, batches, checkpoints. Training-time test unrolls the head for
-several steps on its own hidden states and compares each step with the target's distribution.
+the target's states, computed once per text, the reduced vocabulary, batches, checkpoints. Training-time test unrolls
+the head for several steps on its own hidden states and compares each step with the target's distribution.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from reprieve.training.loop import Learner, learning_rate_at, train
 from reprieve.training.own_text import OwnText
 from reprieve.training.settings import EagleTraining
 from reprieve.types import Progress, no_progress
+
+_MOST_KEPT = 8 << 30  # bytes of target outputs kept for later passes
 
 
 def batches_of(texts: Sequence[OwnText], settings: EagleTraining) -> list[list[OwnText]]:
@@ -114,7 +116,8 @@ class _Learner(Learner):
         self.pair = pair
         self.texts = texts
         self.settings = settings
-        self._outputs: dict[str, tuple[Tensor, Tensor]] = {}
+        self._kept: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # target outputs, by token ids
+        self._kept_bytes = 0
         self.batches = batches_of(texts, settings)
         config = pair.target.config.get_text_config()
         self.layers = self.settings.layers_of(config.num_hidden_layers)
@@ -255,19 +258,25 @@ class _Learner(Learner):
     def _target_outputs(self, text: OwnText) -> tuple[Tensor, Tensor]:
         """Return the target's states before, and its logits after, each token of a text but the first.
 
-        The target runs once per text: all passes share the result, in half precision, in the host's memory.
+        The target runs once per text as long as the results fit into `_MOST_KEPT` bytes of the host's memory, and once
+        per pass for the other texts.
 
         Returns:
             bfloat16 [n - 1, layers * hidden_size] and float16 [n - 1, draft_vocab_size].
         """
-        if text.problem_id not in self._outputs:
-            ids = torch.tensor([text.prompt_ids + text.answer_ids], device=self.pair.device)
-            with without_cudnn(self.pair.device):
-                output = self.pair.target(input_ids=ids, output_hidden_states=True, use_cache=False)
-            states = torch.cat([output.hidden_states[layer][0, :-1] for layer in self.layers], dim=-1)
-            logits = output.logits[0, 1:, self.t2d.to(ids.device)]
-            self._outputs[text.problem_id] = states.bfloat16().cpu(), logits.half().cpu()
-        return self._outputs[text.problem_id]
+        key = (*text.prompt_ids, *text.answer_ids)
+        if key in self._kept:
+            return self._kept[key]
+        ids = torch.tensor([key], device=self.pair.device)
+        with without_cudnn(self.pair.device):
+            output = self.pair.target(input_ids=ids, output_hidden_states=True, use_cache=False)
+        states = torch.cat([output.hidden_states[layer][0, :-1] for layer in self.layers], dim=-1).bfloat16().cpu()
+        logits = output.logits[0, 1:, self.t2d.to(ids.device)].half().cpu()
+        size = states.nbytes + logits.nbytes
+        if self.model.training and self.settings.num_passes > 1 and self._kept_bytes + size <= _MOST_KEPT:
+            self._kept[key] = states, logits
+            self._kept_bytes += size
+        return states, logits
 
     def save(self, folder: Path) -> None:
         """Save the finished head, in the speculators format and half precision."""
