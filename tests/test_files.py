@@ -173,3 +173,13 @@ def test_a_key_that_is_given_twice_is_refused(tmp_path):
     path.write_text('{"rule": "margin:delta=1", "fast": 2, "rule": "judge"}')
     with pytest.raises(ReprieveError, match="the key 'rule' is given twice"):
         read_json(path, "the configuration")
+
+
+def test_a_write_that_fails_leaves_no_temporary_file(tmp_path, monkeypatch):
+    def full(source, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(ReprieveError, match="cannot be written: No space left on device"):
+        replace_file(tmp_path / "x", "text")
+    assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gzip
@@ -44,6 +45,9 @@ def replace_file(path: Path, content: bytes | str) -> None:
         os.replace(temporary, path)
     except OSError as error:
         raise ReprieveError(f"{str(path)!r} cannot be written: {error.strerror}") from None
+    finally:
+        with contextlib.suppress(OSError):  # it is there if the disk is full, or after Ctrl-C
+            temporary.unlink()
 
 
 def sweep(folder: Path) -> None:

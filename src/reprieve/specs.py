@@ -94,6 +94,8 @@ def construct(kind: type, given: Mapping[str, str], *, where: str, **fixed: Any)
     for key, text in given.items():
         if key not in known:
             raise SpecError(f"{where} has no parameter {key!r}; it takes {', '.join(sorted(known)) or 'none'}")
+        if key == "path" and not text:  # an unset variable in a shell; left out, it means the bundled head
+            raise SpecError(f"{where}: path must name a folder or a hub id, got nothing")
         name = known[key].name
         converted[name] = _convert(text, hints[name], f"{where}: {key}")
     required = [

@@ -38,6 +38,7 @@ def test_engine_specifications_are_parsed():
         ("cuda", "engine must be one of local, batched, openai, ray, vllm, got 'cuda'"),
         ("openai", "needs url=http://HOST:PORT"),
         ('openai:url="ftp://x"', "needs url=http://HOST:PORT"),
+        ("openai:url=http://me:secret@x", "url must not hold a password; set OPENAI_API_KEY instead"),
         ("vllm:seqs=3", "no parameter 'seqs'"),
         ("vllm:runner=v3", "runner must be one of None, v1, v2"),
         ("ray:replicas=0", "replicas must be 1 or more"),

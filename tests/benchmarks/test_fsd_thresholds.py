@@ -22,7 +22,7 @@ def test_each_arm_gets_its_fastest_k():
 
     rows = [arm("target_only", None, 50), arm("lossless", 4, 90), arm("lossless", 8, 80), arm("margin", 8, 7)]
     best = best_ks(rows)
-    assert [found.arm for found in best] == ["lossless@K=4", "margin@K=8"]
+    assert [(found.spec, found.num_draft_tokens) for found in best] == [("lossless", 4), ("margin", 8)]
     assert best[0].by_k == {4: 90, 8: 80}
 
 

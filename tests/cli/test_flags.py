@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -256,3 +257,33 @@ def test_a_closed_pipe_causes_no_error_output(arguments):
     process.stdout.close()
     assert process.stderr.read() == b""
     process.wait()
+
+
+OUTPUTS = {
+    "closed": (">&-", "rules", 0, ""),
+    "full": ("> /dev/full", "rules", 1, "No space left on device"),
+    "full, help": ("> /dev/full", "--help", 1, "standard output cannot be written: No space left on device"),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_an_output_that_takes_nothing_causes_one_line_at_most(name):
+    output, verb, status, says = OUTPUTS[name]
+    script = "from reprieve.cli.main import run; run()"
+    done = subprocess.run(
+        ["sh", "-c", f'"{sys.executable}" -c "{script}" {verb} {output}'], capture_output=True, text=True
+    )
+    assert done.returncode == status and says in done.stderr and len(done.stderr.splitlines()) == bool(says)
+
+
+def test_characters_that_a_terminal_cannot_show_are_escaped():
+    script = "import sys; from reprieve.cli import main; main.main = lambda arguments: print('\\u2713'); main.run()"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert (done.stdout, done.stderr) == ("\\u2713\n", "")
+
+
+@pytest.mark.parametrize("value", ["1_0", "\u0661\u0662"])
+def test_numbers_are_written_in_plain_digits(value, capsys):
+    assert main(["bench", "--limit", value]) == 2
+    assert f"must be a whole number, got {value!r}" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
@@ -125,6 +126,16 @@ def test_ctrl_c_keeps_finished_answers_and_exits_130(tmp_path):
     assert document["num_problems"] >= 2
 
 
+def test_a_prompt_without_end_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("reprieve.cli.generate._LARGEST_PROMPT", 3)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"four")))
+    assert main(["generate", "-"]) == 2
+    assert "PROMPT must have at most 3 bytes, got more" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["generate", "-"]) == 2
+    assert "PROMPT must hold text" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
@@ -153,6 +164,9 @@ def test_ctrl_c_keeps_finished_answers_and_exits_130(tmp_path):
         ),
         (["bench", "--arm", "margin:delta=1,b"], 2, "margin: delta must be a number, got 'b'"),
         (["generate", "x", "--rule", "nope"], 2, "rule must be one of"),
+        (["generate", "x", "--rule", "judge:path="], 2, "path must name a folder or a hub id, got nothing"),
+        (["generate", "x", "--drafter", "oracle", "--target", "/nowhere"], 2, "drafter must be one of"),
+        (["report", "a", "./a"], 1, "a report needs different folders, got a, a"),
         (["generate", "x", "--dtype", "int3"], 2, "dtype must be one of"),
         (["generate", "x", "--target", "/nowhere/at/all"], 1, "could not load the target '/nowhere/at/all'"),
         (["generate", "x", "--max-new-tokens", "9999"], 2, "has 512"),

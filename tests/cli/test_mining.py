@@ -59,6 +59,10 @@ def test_mine_show_train_and_decode_end_to_end(tmp_path, capsys):
         (["mine", "pivot", "--task", "prompts:path={prompts}", "--split", "all"], "no reference answers"),
         (["mine", "autojudge", "--task", "gsm8k:path={gsm}", "--offset", "9"], "offset must be below"),
         (
+            ["mine", "autojudge", "--task", "jsonl:path={gsm}", "--split", "all", "--offset", "9"],
+            "offset must be below the 1 problems in split 'all'",
+        ),
+        (
             ["mine", "autojudge", "--judge", "openai:model=m,temperature=hot", "--limit", "1"],
             "must be a number, got 'hot'",
         ),
@@ -135,6 +139,9 @@ def test_annotated_labels_train_a_head(tmp_path, capsys):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     store = tmp_path / "store"
+    (tmp_path / "none.jsonl").write_text("\n")
+    assert main(["labels", "import", str(tmp_path / "none.jsonl"), *SMALL, "--out", str(store)]) == 1
+    assert "holds no annotations" in capsys.readouterr().err and not store.exists()
     assert main(["labels", "import", str(path), *SMALL, "--out", str(store)]) == 0
     train = ["train", "judge", *SMALL, "--labels", str(store), "--held-out", "0.3"]
     assert main([*train, "--out", str(tmp_path / "h")]) == 0

@@ -49,7 +49,7 @@ def test_dry_run_prints_the_plan_and_what_can_be_proved(data, capsys):
         (["--data", "q.jsonl", "--template", "xml"], "template must be one of auto, chat, raw"),
         (["--data", "q.jsonl", "--thinking", "on"], "needs the chat template"),
         (["--data", "nowhere.jsonl"], "No such file"),
-        (["--task", "prompts:path=q.jsonl"], "no right answers"),
+        (["--task", "prompts:path=q.jsonl"], "no reference answers"),
     ],
 )
 def test_bad_usage_is_refused(data, capsys, given, said):

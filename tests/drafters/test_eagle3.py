@@ -136,7 +136,7 @@ def test_specifications_are_parsed_and_bad_ones_are_refused_with_a_reason():
         "eagle3:top_k=1.5": "top_k must be a whole number, got '1.5'",
         "eagle3:prune=entropy,keep=0.5": "prune=entropy takes epsilon, budget, entropy_weight, leaf, not keep",
         "eagle3:prune=depth,alpha=inf": "alpha must be in [-1e+06, 1e+06], got inf",
-        "eagle3:path=": "path must name a folder or a hub id",
+        "eagle3:path=": "path must name a folder or a hub id, got nothing",
         "ngram:max_ngram=0": "max_ngram must be 1 or more, got 0",
         "draft:k=3": "it takes none",
         "oracle": "drafter must be one of draft, eagle3, ngram",

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -17,7 +19,7 @@ from reprieve.bundles import BUNDLED_HEADS, BY_KEY
 from reprieve.errors import PairError, ReprieveError
 from reprieve.heads.artefact import HEADS
 from reprieve.heads.certificates import Certificate
-from reprieve.heads.files import find_head, signature
+from reprieve.heads.files import claim_head, find_head, signature
 from tests.kit.tiny import IDENTITY, random_head
 
 KINDS = ["judge", "pivot", "state_arbiter", "lts", "arbiter", "length"]
@@ -155,3 +157,11 @@ def test_a_certificate_of_wrong_types_is_refused_and_a_pipe_does_not_hang(tmp_pa
     os.mkfifo(path)
     with pytest.raises(ReprieveError, match="not a regular file"):
         load_head(folder)
+
+
+def test_a_claimed_folder_is_locked_for_other_processes(tmp_path):
+    claim_head(tmp_path / "head", "judge")
+    claim_head(tmp_path / "head", "judge")  # again in this process
+    script = "import sys, pathlib; from reprieve.heads.files import claim_head; claim_head(pathlib.Path(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "head")], capture_output=True, text=True)
+    assert done.returncode == 1 and "is in use by another run" in done.stderr

@@ -65,6 +65,12 @@ def test_bad_data_is_named_and_copies_are_counted(tmp_path):
     write(path, [good, {"q": "", "a": {"value": 2}}])
     with pytest.raises(ReprieveError, match=r"line 2: field 'q' must be a text or a number, got ''"):
         own(path).problems("all", 1)
+    write(path, ['{"q": "1?", "a": {"value": NaN}}'])
+    with pytest.raises(ReprieveError, match=r"line 1: field 'a.value' must be a text or a number, got nan"):
+        own(path).problems("all", 1)
+    write(path, ['{"q": "1?", "q": "2?", "a": {"value": 1}}'])
+    with pytest.raises(ReprieveError, match=r"line 1: not JSON \(the key 'q' is given twice\)"):
+        own(path).problems("all", 1)
     write(path, [])
     with pytest.raises(ReprieveError, match="holds no problems"):
         own(path).problems("all", 1)

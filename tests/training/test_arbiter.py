@@ -18,7 +18,15 @@ from reprieve.models.arbiter import ArbiterModel, ArbitrationRound
 from reprieve.rules.arbiter import ArbiterRule
 from reprieve.settings import PairSettings
 from reprieve.tasks import load_task
-from reprieve.training.arbiter_warm_up import ArbiterTraining, RoundReader, Traces, _Learner, require_traces, warm_up
+from reprieve.training.arbiter_warm_up import (
+    ArbiterTraining,
+    RoundReader,
+    Traces,
+    _Learner,
+    read_traces,
+    require_traces,
+    warm_up,
+)
 from reprieve.types import Need
 from tests.kit.pairs import SMALL
 from tests.kit.parity import CLIMB, ParityTask, climb, mine
@@ -232,3 +240,8 @@ def test_defaults_are_the_papers():
     assert (climbing.learning_rate, climbing.clip, climbing.entropy, climbing.divergence) == (5e-5, 0.2, 0.01, 0.02)
     assert (climbing.max_grad_norm, climbing.lambda_) == (1.0, 0.6)
     assert (climbing.rewards.risk, climbing.rewards.rejection, climbing.rewards.fail_weight) == (1.0, 0.25, 0.5)
+
+
+def test_a_store_that_is_named_twice_is_refused(tmp_path):
+    with pytest.raises(SpecError, match="--labels must name different stores"):
+        read_traces([tmp_path / "a", tmp_path / "b" / ".." / "a"])

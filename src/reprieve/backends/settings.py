@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
+from urllib.parse import urlsplit
 
 from reprieve.errors import SpecError, require_choice, require_counts, require_range, require_whole
 from reprieve.settings import AUTO, NumDraftTokens
@@ -121,6 +122,8 @@ class OpenAISettings(ServerSettings):
         super().__post_init__()
         if not self.urls or any(not url.startswith(("http://", "https://")) for url in self.urls):
             raise SpecError(f"engine openai needs url=http://HOST:PORT, several separated by `;`, got {self.url!r}")
+        if any("@" in urlsplit(url).netloc for url in self.urls):
+            raise SpecError("engine openai: url must not hold a password; set OPENAI_API_KEY instead")
 
     @property
     def urls(self) -> tuple[str, ...]:

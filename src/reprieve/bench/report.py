@@ -29,6 +29,8 @@ def write_report(folders: Sequence[Path], path: Path, *, title: str = "") -> Pat
     Raises:
         ReprieveError: a folder that holds neither a run nor certificates, or a file that cannot be read.
     """
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ReprieveError(f"a report needs different folders, got {', '.join(map(str, folders))}")
     runs: list[dict[str, Any]] = []
     certificates: list[Certificate] = []
     judged: list[dict[str, Any]] = []

@@ -77,6 +77,8 @@ class Flag:
         wanted = f"must be {_KINDS[self.kind][0]}, got {text!r}"
         if not isinstance(text, str):  # a list in a configuration file, for instance
             raise argparse.ArgumentTypeError(wanted)
+        if self.kind in (int, float) and ("_" in text or not text.isascii()):  # Python's own notations
+            raise argparse.ArgumentTypeError(wanted)
         try:
             value = {bool: _boolean, float: _number}.get(self.kind, self.kind)(text)
         except ValueError:

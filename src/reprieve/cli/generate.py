@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from reprieve.types import Generation, Token
 
 _API_KEY_VARIABLE = "REPRIEVE_API_KEY"
+_LARGEST_PROMPT = 1 << 24  # bytes
 
 
 @dataclass(frozen=True)
@@ -82,17 +83,20 @@ class Generate(Command):
         params = SamplingParams(
             **vars(self.sampling), max_new_tokens=self.max_new_tokens, seed=self.seed, stop=self.stop
         )
-        text = sys.stdin.buffer.read().decode("utf-8", "surrogateescape") if self.prompt == "-" else self.prompt
+        text = _standard_input() if self.prompt == "-" else self.prompt
         if not text.strip():
             raise SpecError(f"PROMPT must hold text, got {text!r}")
         from reprieve.engine.text import is_unicode
 
         if not is_unicode(text):
             raise SpecError("PROMPT must be UTF-8 text, got bytes that are not")
+        from reprieve.drafters import DRAFTERS
         from reprieve.heads.length import draft_tokens_for
         from reprieve.rules import parse_rule
 
-        if self.rule not in ("target_only", "draft_only"):  # a misspelt rule fails before a large model is loaded
+        if self.drafter is not None:  # misspelt, it fails before a large model is loaded
+            DRAFTERS.make(self.drafter)
+        if self.rule not in ("target_only", "draft_only"):
             draft_tokens_for(self.num_draft_tokens, parse_rule(self.rule))
         pair = screen.load(self.pair)
         decoder = pair.decoder(self.rule, num_draft_tokens=self.num_draft_tokens, drafter=self.drafter)
@@ -201,6 +205,21 @@ def _as_json(generation: Generation, spec: str, tokenizer: Any) -> dict[str, Any
         document["rounds"] = [dataclasses.asdict(entry) for entry in generation.trace]
     finite: dict[str, Any] = _finite(document)
     return finite
+
+
+def _standard_input() -> str:
+    """Read the prompt; bytes that are not UTF-8 become lone surrogates.
+
+    Raises:
+        SpecError: it cannot be read, or is too large.
+    """
+    try:
+        content = b"" if sys.stdin is None else sys.stdin.buffer.read(_LARGEST_PROMPT + 1)
+    except OSError as error:
+        raise SpecError(f"PROMPT: standard input cannot be read: {error.strerror}") from None
+    if len(content) > _LARGEST_PROMPT:
+        raise SpecError(f"PROMPT must have at most {_LARGEST_PROMPT} bytes, got more")
+    return content.decode("utf-8", "surrogateescape")
 
 
 def _finite(value: Any) -> Any:

@@ -144,10 +144,18 @@ def _reader_gone() -> int:
 def run() -> NoReturn:
     """The `reprieve` script. SIGTERM acts like Ctrl-C, so that child processes end too."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for name in ("stdout", "stderr"):
+        if (stream := getattr(sys, name)) is None:  # closed by the caller, as `>&-` does
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        else:  # a terminal that is not UTF-8 shows what it can
+            stream.reconfigure(errors="backslashreplace")
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:
+        status = _reader_gone()
+    except OSError as error:  # a full disk behind standard output
+        print(f"reprieve: standard output cannot be written: {error.strerror}", file=sys.stderr)
         status = _reader_gone()
     sys.exit(status)
 

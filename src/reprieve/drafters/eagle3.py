@@ -57,8 +57,6 @@ class EagleSettings(DrafterSettings):
     alpha: float | None = None
 
     def __post_init__(self) -> None:
-        if self.path == "":
-            raise SpecError("drafter eagle3: path must name a folder or a hub id, got nothing")
         for name in ("depth", "top_k", "total_tokens"):
             if not 1 <= getattr(self, name) <= MAX_NODES:
                 raise SpecError(f"{name} must be in [1, {MAX_NODES}], got {getattr(self, name)!r}")

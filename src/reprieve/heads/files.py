@@ -6,14 +6,19 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reprieve.bundles import BUNDLED_HEADS
 from reprieve.errors import ReprieveError
-from reprieve.files import read_json
+from reprieve.files import open_folder, read_json
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 CERTIFICATES = "certificates"  # folder inside a head's folder
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+
+_claimed: dict[Path, FileLock] = {}  # held until the process ends
 
 
 def require_free(folder: Path, kind: str) -> None:
@@ -28,20 +33,17 @@ def require_free(folder: Path, kind: str) -> None:
 
 
 def claim_head(folder: Path, kind: str | None = None) -> None:
-    """Create a folder before a long computation, so that its result can be saved.
+    """Create a folder before a long computation, so that its result can be saved, and lock it for this process.
 
     Args:
         kind: of the head to be written; None if decided later.
 
     Raises:
-        ReprieveError: it cannot be created, or holds something else.
+        ReprieveError: it cannot be created, holds something else, or another process writes to it.
     """
     if kind is not None:
         require_free(folder, kind)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ReprieveError(f"{str(folder)!r} cannot be made: {error.strerror}") from None
+    _claimed[folder.absolute()] = open_folder(folder)
 
 
 def find_head(source: str | Path, **download: Any) -> Path:

@@ -217,6 +217,8 @@ def read_annotations(path: Path, tokenizer: Any) -> list[ProblemLabels]:
         ReprieveError: a missing field, or a span outside the response; names file and line.
     """
     problems = [_problem(row, f"{path}, line {number}", number, tokenizer) for number, row in read_jsonl(path)]
+    if not problems:
+        raise ReprieveError(f"{str(path)!r} holds no annotations")
     ids = [problem.problem_id for problem in problems]
     if twice := next((name for name in ids if ids.count(name) > 1), None):
         raise ReprieveError(f"{path}: id must be unique, got {twice!r} twice")

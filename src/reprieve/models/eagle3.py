@@ -234,6 +234,8 @@ def load_eagle3(source: str | Path, target: Any, *, identity: PairIdentity | Non
         tensors = {_OLD_NAME.sub("layers.0.", name): tensor for name, tensor in load(content).items()}
         head = EagleHead(config, num_target_layers=text.num_hidden_layers, target_size=text.hidden_size)
         made_for = _made_for(folder)
+    except ReprieveError as error:
+        raise ReprieveError(f"{what} cannot be read: {error}") from None
     except Exception as error:  # a third-party file can hold anything
         raise ReprieveError(f"{what} cannot be read: {type(error).__name__}: {error}") from None
     if made_for is not None and identity is not None:

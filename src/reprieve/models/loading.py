@@ -238,7 +238,7 @@ def load_model(
 def _why(source: str | Path, error: Exception) -> str:
     """Return the reason why a model could not be loaded; if there is no such folder, it says so first."""
     if Path(source).exists() or not isinstance(error, OSError):
-        return str(error)
+        return " ".join(str(error).split())
     where = "" if Path(source).is_absolute() else ", and the model hub has no such model or cannot be reached"
     known = f"{', '.join(BUNDLES)}, a folder, or a hub id such as Qwen/Qwen3-0.6B"
     return f"there is no such folder{where}. A model is one of {known}. ({' '.join(str(error).split())})"

@@ -143,10 +143,12 @@ def problems_of(task: Task, chosen: ProblemSettings, num_positions: int | None) 
 
 def _no_problems(task: Task, split: str, offset: int) -> str:
     """Return why there are no problems: an offset beyond them, or a split that is empty."""
-    sizes = {name: len(task.problems(name, MAX_PROBLEMS)) for name in task.splits if name != "all"}
+    sizes = {name: len(task.problems(name, MAX_PROBLEMS)) for name in task.splits}
     if size := sizes.get(split, 0):
         return f"offset must be below the {size} problems in split {split!r} of task {task.name}, got {offset}"
-    others = ", ".join(f"{size} in {name!r}" for name, size in sizes.items() if size) or "none anywhere"
+    others = (
+        ", ".join(f"{size} in {name!r}" for name, size in sizes.items() if size and name != "all") or "none anywhere"
+    )
     return f"split {split!r} of task {task.name} holds no problems; there are {others}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from abc import abstractmethod
 from dataclasses import dataclass, field
@@ -259,7 +260,7 @@ def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = parse_json(line)
+            row = parse_json(line, unique=True)
             json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise ReprieveError(f"{path}, line {number}: holds half of a surrogate pair, which is not text") from None
@@ -282,7 +283,8 @@ def text_of(row: dict[str, Any], name: str, where: str) -> str:
         if not isinstance(value, dict) or part not in value:
             raise ReprieveError(f"{where}: field {name!r} is missing; it has {', '.join(map(str, row))}")
         value = value[part]
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number and not (isinstance(value, str) and value.strip()):
         raise ReprieveError(f"{where}: field {name!r} must be a text or a number, got {value!r}")
     return str(value)
 

@@ -76,6 +76,8 @@ def read_traces(folders: Sequence[Path]) -> Traces:
         SpecError: labels of another miner or version, or of more than one task or K.
         ReprieveError: fewer than two problems with labelled rounds, or a store that cannot be read.
     """
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise SpecError(f"--labels must name different stores, got {', '.join(map(str, folders))}")
     stores = [LabelStore(folder) for folder in folders]
     for store in stores:
         name, version = str(store.folder), store.manifest.get("labels_version")
