@@ -96,7 +96,7 @@ def test_trying_thresholds_until_one_passes_is_refused(pair, tmp_path):
 
 @pytest.mark.slow
 def test_nothing_is_certified_without_references_or_with_failed_answers(pair, tmp_path):
-    with pytest.raises(SpecError, match="no right answers"):
+    with pytest.raises(SpecError, match="no reference answers"):
         certify(plan(), LocalEngine(pair), TwoTurns(), tmp_path / "a", command="c")
 
     class Breaks(ToyTask):
