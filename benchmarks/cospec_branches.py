@@ -250,7 +250,7 @@ class Branches(Command):
         require_branches(rule, sampled=self.sampling.temperature > 0)
         pair, task, problems = screen.load_problems(self.pair, self.problems)
         if not task.graded:
-            raise SpecError(f"task {self.problems.task} has no right answers: branches cannot be compared on it")
+            raise SpecError(f"task {self.problems.task} has no reference answers: branches cannot be compared on it")
         trained_at = [head.num_draft_tokens for _, head in rule.heads if isinstance(head, Arbiter)]
         k = next(iter(trained_at), _BLOCK) if self.num_draft_tokens is None else self.num_draft_tokens
         decoder = pair.decoder(rule, num_draft_tokens=k, task=self.problems.task)

@@ -365,7 +365,7 @@ class Reinforce(Command):
         pair = screen.load(rollouts.pair)
         task = with_prompts(plain, pair.tokenizer, rollouts.prompt)
         if not task.graded:
-            raise SpecError(f"task {rollouts.task} has no right answers: rollouts cannot be rewarded on it")
+            raise SpecError(f"task {rollouts.task} has no reference answers: rollouts cannot be rewarded on it")
         pair.cached_draft()  # refuses a pair without a draft
         if first is None:
             shape = ArbiterShape(seed=self.settings.seed)
