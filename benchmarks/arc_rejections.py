@@ -341,7 +341,9 @@ class Rejections(Command):
         if self.nli is not None:
             measures.append(NoContradiction(self.nli, pair.target.device))
         if not measures:
-            raise SpecError(f"task {self.problems.task} has no reference answers: name a model with --embedding or --nli")
+            raise SpecError(
+                f"task {self.problems.task} has no reference answers: name a model with --embedding or --nli"
+            )
         decoder = pair.decoder(
             "lossless", num_draft_tokens=self.num_draft_tokens, drafter=self.drafter, task=self.problems.task
         )

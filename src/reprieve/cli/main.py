@@ -149,13 +149,15 @@ def run() -> NoReturn:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         else:  # a terminal that is not UTF-8 shows what it can
             stream.reconfigure(errors="backslashreplace")
+    status = 0
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:
         status = _reader_gone()
     except OSError as error:  # a full disk behind standard output
-        print(f"reprieve: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        if not status:  # else the command has already said why it failed
+            print(f"reprieve: standard output cannot be written: {error.strerror}", file=sys.stderr)
         status = _reader_gone()
     sys.exit(status)
 
