@@ -43,11 +43,12 @@ def replace_file(path: Path, content: bytes | str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
-    except OSError as error:
-        raise ReprieveError(f"{str(path)!r} cannot be written: {error.strerror}") from None
-    finally:
-        with contextlib.suppress(OSError):  # it is there if the disk is full, or after Ctrl-C
+    except BaseException as error:  # Ctrl-C too
+        with contextlib.suppress(OSError):
             temporary.unlink()
+        if isinstance(error, OSError):
+            raise ReprieveError(f"{str(path)!r} cannot be written: {error.strerror}") from None
+        raise
 
 
 def sweep(folder: Path) -> None:

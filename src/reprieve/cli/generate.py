@@ -94,8 +94,7 @@ class Generate(Command):
         from reprieve.heads.length import draft_tokens_for
         from reprieve.rules import parse_rule
 
-        if self.drafter is not None:  # misspelt, it fails before a large model is loaded
-            DRAFTERS.make(self.drafter)
+        DRAFTERS.make(self.drafter)  # a misspelt drafter or rule fails before a large model is loaded
         if self.rule not in ("target_only", "draft_only"):
             draft_tokens_for(self.num_draft_tokens, parse_rule(self.rule))
         pair = screen.load(self.pair)

@@ -146,9 +146,8 @@ def _no_problems(task: Task, split: str, offset: int) -> str:
     sizes = {name: len(task.problems(name, MAX_PROBLEMS)) for name in task.splits}
     if size := sizes.get(split, 0):
         return f"offset must be below the {size} problems in split {split!r} of task {task.name}, got {offset}"
-    others = (
-        ", ".join(f"{size} in {name!r}" for name, size in sizes.items() if size and name != "all") or "none anywhere"
-    )
+    filled = [f"{size} in {name!r}" for name, size in sizes.items() if size and name != "all"]
+    others = ", ".join(filled) or "none anywhere"
     return f"split {split!r} of task {task.name} holds no problems; there are {others}"
 
 
